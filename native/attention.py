@@ -62,14 +62,14 @@ def attend(
         by = attn.new_empty(0, attn.numel())
     if not _fits(edges, by, numbers if len(by) else 0, target, attn):
         return None
-    given = near, edges.contiguous(), dropout, code
-    return _Attend.apply(source, target, attn.contiguous(), by.contiguous(), given)
+    return _Attend.apply(
+        source, target, attn.contiguous(), by.contiguous(), edges.contiguous(), near, dropout, code
+    )
 
 
 class _Attend(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, source, target, attn, by, given):
-        near, edges, dropout, code = given
+    def forward(ctx, source, target, attn, by, edges, near, dropout, code):
         S = len(target)
         K, D = attn.shape
         E = near.indices.numel()
@@ -79,11 +79,26 @@ class _Attend(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             words = code.columns * -(-D // (32 * code.columns))
             slopes = dst.new_empty(E + S, K, words)
-        tensors = {"source": source, "target": target, "attn": attn, "by": by, "edges": edges}
-        tensors |= {"dst": dst, "weights": weights, "slopes": slopes}
-        tensors["dropped"] = torch.empty_like(weights) if dropout.drop else weights
-        numbers = {"S": S, "E": E, "K": K, "D": D, "width": D, "wide": len(by)}
-        numbers["whole"] = aligned(D, source, target, attn, by)
+        tensors = {
+            "source": source,
+            "target": target,
+            "attn": attn,
+            "by": by,
+            "edges": edges,
+            "dst": dst,
+            "weights": weights,
+            "dropped": torch.empty_like(weights) if dropout.drop else weights,
+            "slopes": slopes,
+        }
+        numbers = {
+            "S": S,
+            "E": E,
+            "K": K,
+            "D": D,
+            "width": D,
+            "wide": len(by),
+            "whole": aligned(D, source, target, attn, by),
+        }
         out = torch.empty_like(target)
         values = near._asdict() | tensors | numbers
         code.run("attention_scores", (E + S) * K, values)
@@ -110,19 +125,30 @@ class _Attend(torch.autograd.Function):
         source_runs = code.runs(source)
         # first the part of target, then that of source
         to_attn = attn.new_empty(target_runs["runs"] + source_runs["runs"], attn.numel())
-        out = {"to_target": to_target, "to_attn": to_attn}
-        code.run("attention_target_grad", target_runs["runs"] * K, values, target_runs, out)
-        out = {"out": to_source, "to_attn": to_attn[target_runs["runs"] :], "N": len(source)}
-        lists = Lists.of(code, near, len(source), values["dst"])
-        columns = 2 * attn.numel()
-        given = values | source_runs | out
-        lists.run("attention_source_grad", near, heads=K, columns=columns, **given)
+        code.run(
+            "attention_target_grad",
+            target_runs["runs"] * K,
+            values,
+            target_runs,
+            to_target=to_target,
+            to_attn=to_attn,
+        )
+        Lists.of(code, near, len(source), values["dst"]).run(
+            "attention_source_grad",
+            near,
+            heads=K,
+            columns=2 * attn.numel(),
+            **values | source_runs,
+            N=len(source),
+            to_attn=to_attn[target_runs["runs"] :],
+            out=to_source,
+        )
         to_attn = to_attn.sum(0)
         if len(by):
             to_by = code.edge_matrix_grad(values, numbers=places, source=None, rows=None)
             to_attn = to_attn + (to_by * by).sum(0)
             to_by = to_by * attn.flatten()
-        return to_source, to_target, to_attn.view_as(attn), to_by, None
+        return to_source, to_target, to_attn.view_as(attn), to_by, None, None, None, None
 
 
 def _fits(edges, by, count, *rows):
@@ -153,8 +179,7 @@ class _EdgeSums(torch.autograd.Function):
     def forward(ctx, h, by, edges, near, code):
         out = h.new_empty(near.S, h.shape[1])
         rows = {"h": h, "by": by, "edges": edges}
-        values = {**sizes(h, by), "wide": len(by), "S": near.S, "out": out}
-        code.run("edge_sums", near.S, near, rows, values)
+        code.run("edge_sums", near.S, near, rows, sizes(h, by), wide=len(by), S=near.S, out=out)
         save(ctx, code, near, rows, wide=len(by))
         return out
 
@@ -169,8 +194,9 @@ class _EdgeSums(torch.autograd.Function):
         out = torch.empty_like(h)
         dst = destinations(code, near)
         values |= {**sizes(h, values["by"], grad), "grad": grad, "K": 1, "E": E, "dst": dst}
-        other = {"numbers": E, "slopes": None, "to_scores": None}
-        to_by = code.edge_matrix_grad(values, source=h, rows=grad, **other)
+        to_by = code.edge_matrix_grad(
+            values, source=h, rows=grad, numbers=E, slopes=None, to_scores=None
+        )
         lists = Lists.of(code, near, N, dst)
         code.run("edge_sums_grad", N, values, lists.by_source, edge=lists.edge, N=N, out=out)
         return out, to_by, None, None, None

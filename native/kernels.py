@@ -174,10 +174,12 @@ def is_gpu(device):
     return device.type == "cuda"
 
 
-def has_kernels(indices):
-    """Return whether there are CUDA kernels for blocks of this integer dtype on this GPU."""
-    row = torch.float32
-    return bool(indices.is_cuda and load(indices.dtype, row, row, indices.device))
+def merged(records):
+    """Return the arguments of kernels in NamedTuples or dicts, later ones count -> dict."""
+    arguments = {}
+    for record in records:
+        arguments |= record if isinstance(record, dict) else record._asdict()
+    return arguments
 
 
 class Code:
@@ -191,9 +193,7 @@ class Code:
     def run(self, kernel, count, /, *records, **values):
         """Run a kernel on `count` rows, whose columns several threads share if it takes a `width`, or else in so many threads.
         It takes the arguments that its signature names. records: NamedTuples or dicts of arguments, later ones count."""
-        arguments = {}
-        for record in (*records, values):
-            arguments |= record if isinstance(record, dict) else record._asdict()
+        arguments = merged((*records, values))
         if "width" in self.compiled.signatures[kernel]:
             count *= self.threads(arguments["width"], kernel)
         self.compiled.run(kernel, count, arguments)
@@ -223,9 +223,19 @@ class Code:
     def self_and_mean(self, near, h, out, *, scales=UNSCALED, active=None, kept=None, steps=None):
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
         `Dropout`. kept: see `Code.kept`. steps: see `functions`."""
-        records = near, scales, sizes(h, out), active or {}
-        kernel = "self_and_mean" if active else "plain_self_and_mean"
-        self.run(kernel, len(out), *records, S=len(out), h=h, out=out, kept=kept, steps=steps)
+        self.run(
+            "self_and_mean" if active else "plain_self_and_mean",
+            len(out),
+            near,
+            scales,
+            sizes(h, out),
+            active or {},
+            S=len(out),
+            h=h,
+            out=out,
+            kept=kept,
+            steps=steps,
+        )
 
     def self_and_mean_grad(
         self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0
@@ -242,9 +252,21 @@ class Code:
         sums = None
         if runs["run"] > 1:
             sums = grad.new_empty(runs["runs"], width, dtype=torch.float32)
-        values = {"S": S if own else 0, "N": num_src, "width": width, "whole": aligned(width, grad)}
-        values |= {**scales._asdict(), "grad": grad, "kept": kept, "scale": scale}
-        lists.run("self_and_mean_grad", near, **values, **runs, sums=sums, out=out)
+        lists.run(
+            "self_and_mean_grad",
+            near,
+            **scales._asdict(),
+            **runs,
+            S=S if own else 0,
+            N=num_src,
+            width=width,
+            whole=aligned(width, grad),
+            grad=grad,
+            kept=kept,
+            scale=scale,
+            sums=sums,
+            out=out,
+        )
         return out, out if sums is None else sums
 
     def relu_dropout(self, h, active, out=None, *, kept=None, relu=1):
@@ -258,8 +280,7 @@ class Code:
         runs = 1024
         by = values["by"]
         to_by = by.new_empty(runs, *by.shape)
-        given = {"runs": runs, "to_by": to_by, **more}
-        self.run("edge_matrix_grad", runs * values["K"], values, given)
+        self.run("edge_matrix_grad", runs * values["K"], values, more, runs=runs, to_by=to_by)
         return to_by.sum(0)
 
 
@@ -272,9 +293,7 @@ def sizes(rows, *others):
 def save(ctx, code, *records, **numbers):
     """Keep arguments of kernels for the backward pass. records: NamedTuples or dicts of tensors, which torch saves: it refuses
     a backward pass after a change of them."""
-    tensors = {}
-    for record in records:
-        tensors |= record if isinstance(record, dict) else record._asdict()
+    tensors = merged(records)
     ctx.names = [*tensors]
     ctx.kept = code, numbers
     ctx.save_for_backward(*tensors.values())
@@ -345,9 +364,19 @@ class Lists:
         slot, *arrays = sizes.new_empty(5, E)
         self.use(destinations(code, near) if dst is None else dst, sizes, start, arrays)
         if code.on_cpu:
-            block = indptr, indices, self.dst, E, num_src
-            lists = start, sizes[1:], beta, arrays[1], self.edge, self.share
-            code.compiled.list_by_source(*block, *lists)
+            code.compiled.list_by_source(
+                indptr,
+                indices,
+                self.dst,
+                E,
+                num_src,
+                start,
+                sizes[1:],
+                beta,
+                arrays[1],
+                self.edge,
+                self.share,
+            )
             return
         values = {"S": near.S, "slot": slot, "list": self.unordered, **self.by_source}
         code.run("list_sizes", E, near, values)
@@ -379,9 +408,19 @@ class Lists:
     def put_in_order(self, near, beta=None):
         """Order each source's edges, and compute their shares."""
         E = near.indices.numel()
-        values = {"dst": self.dst, "E": E, "end": self.by_source["start"][-1:], "beta": beta}
-        values |= {"list": self.unordered, "edge": self.edge, "share": self.share}
-        self.code.run("list_in_order", E, near, self.by_source, values)
+        self.code.run(
+            "list_in_order",
+            E,
+            near,
+            self.by_source,
+            dst=self.dst,
+            E=E,
+            end=self.by_source["start"][-1:],
+            beta=beta,
+            list=self.unordered,
+            edge=self.edge,
+            share=self.share,
+        )
 
 
 def static(block):

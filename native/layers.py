@@ -117,11 +117,15 @@ class _SelfAndMean(torch.autograd.Function):
     def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F], [S]
         code, values = restored(ctx)
         near = from_values(InEdges, values)
-        to_alpha = None
-        to_h = None
+        to_alpha = to_h = None
         if ctx.needs_input_grad[0]:
-            options = {"scales": from_values(Scales, values), "own": near.self_rows is None}
-            to_h, _ = code.self_and_mean_grad(near, grad, values["num_src"], **options)
+            to_h, _ = code.self_and_mean_grad(
+                near,
+                grad,
+                values["num_src"],
+                scales=from_values(Scales, values),
+                own=near.self_rows is None,
+            )
         if values["h_dst"] is not None:
             to_alpha = (grad * values["h_dst"]).float().sum(1)
         return to_h, to_alpha, None, None, None
@@ -173,8 +177,9 @@ def _check_rows(ids, features, bad):
     """Raise IndexError if ids are bad."""
     if bad:
         low, high = ids.aminmax()
-        rows = len(features)
-        raise IndexError(f"ids {low} .. {high} are not all rows of features with {rows} rows")
+        raise IndexError(
+            f"ids {low} .. {high} are not all rows of features with {len(features)} rows"
+        )
 
 
 def _gather_codes(codes, ids, out, scale):
@@ -184,8 +189,17 @@ def _gather_codes(codes, ids, out, scale):
         return None
     if code.on_cpu:
         _check_rows(ids, codes, ((ids < 0) | (ids >= len(codes))).any())
-    values = {"table": codes, "ids": ids, "steps": scale, "V": len(codes), "out": out}
-    code.run("gather_codes", len(out), values, sizes(out, codes, scale), n=len(out))
+    code.run(
+        "gather_codes",
+        len(out),
+        sizes(out, codes, scale),
+        table=codes,
+        ids=ids,
+        n=len(out),
+        steps=scale,
+        V=len(codes),
+        out=out,
+    )
     return out
 
 
@@ -227,16 +241,22 @@ def norm_relu_dropout(h, norm, nodes, seed, drop, *, residual):
     if not fits or residual is not None and residual.dtype != h.dtype:
         return None
     code = functions([nodes], h, h if residual is None else residual, width)
-    active = Dropout.of(nodes, seed, drop)
-    return code and _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
+    return code and _NormRelu.apply(
+        h, residual, *weights, norm.eps, Dropout.of(nodes, seed, drop), code
+    )
 
 
 class _NormRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, h, residual, gamma, beta, eps, active, code):
         S = len(h)
-        normed = {"x": h, "residual": residual, "gamma": gamma}
-        normed |= {"moments": gamma.new_empty(S, 2), "kept": code.kept(h, "norm_relu")}
+        normed = {
+            "x": h,
+            "residual": residual,
+            "gamma": gamma,
+            "moments": gamma.new_empty(S, 2),
+            "kept": code.kept(h, "norm_relu"),
+        }
         size = sizes(h, h if residual is None else residual, gamma, beta)
         out = torch.empty_like(h)
         code.run("norm_relu", S * WARP, normed, active, size, beta=beta, eps=eps, out=out)
@@ -252,9 +272,18 @@ class _NormRelu(torch.autograd.Function):
         runs = -(-S // run)
         sums = normed["gamma"].new_empty(runs, 2 * width)
         out = torch.empty_like(grad)
-        given = {"S": S, "whole": normed["whole"] & aligned(width, grad), "out": out}
-        given |= {"grad": grad, "runs": runs, "run": run, "sums": sums}
-        code.run("norm_relu_grad", runs * WARP, normed, given)
+        code.run(
+            "norm_relu_grad",
+            runs * WARP,
+            normed,
+            S=S,
+            whole=normed["whole"] & aligned(width, grad),
+            out=out,
+            grad=grad,
+            runs=runs,
+            run=run,
+            sums=sums,
+        )
         to_norm = column_sums(sums, sums.new_ones(runs)).chunk(2)
         return out, None if normed["residual"] is None else out, *to_norm, None, None, None
 
@@ -282,8 +311,7 @@ class _MaxNeighbours(torch.autograd.Function):
     def forward(ctx, h, near, code):
         out = h.new_empty(near.S, h.shape[1])
         winner = torch.empty_like(out, dtype=torch.int32)
-        values = {"h": h, **sizes(h), "S": near.S, "out": out, "winner": winner}
-        code.run("max_neighbours", near.S, near, values)
+        code.run("max_neighbours", near.S, near, sizes(h), h=h, S=near.S, out=out, winner=winner)
         save(ctx, code, near, {"winner": winner}, N=len(h))
         return out
 
@@ -310,8 +338,8 @@ def adam_rows(rows, grad, mean, square, weight, **numbers):
     code = functions([], grad, grad) if fit and grad.dtype == torch.float32 else None
     if code is None or code.on_cpu and len(rows) and int(rows.max()) >= len(weight):
         return False
-    given = {"rows": rows, "grad": grad, "n": len(rows), **sizes(grad, *tables.values())}
-    code.run("adam_rows", len(rows), given, numbers, tables)
+    size = sizes(grad, *tables.values())
+    code.run("adam_rows", len(rows), size, numbers, tables, rows=rows, grad=grad, n=len(rows))
     return True
 
 
@@ -335,8 +363,17 @@ class _CrossEntropy(torch.autograd.Function):
         losses = logits.new_empty(S, dtype=torch.float32)
         to_logits = torch.empty_like(logits)
         lanes = min(C, LOSS_LANES)
-        values = {"logits": logits, "y": y, "S": S, "C": C, "lanes": lanes}
-        code.run("cross_entropy", S * lanes, values, loss=losses, grad=to_logits)
+        code.run(
+            "cross_entropy",
+            S * lanes,
+            logits=logits,
+            y=y,
+            S=S,
+            C=C,
+            lanes=lanes,
+            loss=losses,
+            grad=to_logits,
+        )
         ctx.save_for_backward(to_logits)
         return losses.sum()
 
@@ -506,8 +543,7 @@ def bias_grad(grad):
         return grad.sum(0)
     runs = code.runs(grad)
     sums = grad.new_empty(runs["runs"], grad.shape[1], dtype=torch.float32)
-    given = {"rows": grad, "n": len(grad), "sums": sums}
-    code.run("column_sums", runs["runs"], runs, sizes(grad), given)
+    code.run("column_sums", runs["runs"], runs, sizes(grad), rows=grad, n=len(grad), sums=sums)
     return column_sums(sums, sums.new_ones(len(sums))).to(grad.dtype)
 
 
