@@ -219,8 +219,9 @@ class GraphStore:
         else:
             self.features = self._rows = self._open_rows(shape, dtype, free)
         if "feature_scale" in meta:
-            codes = extra(".int8", "a store of codes of 8 bits")
-            self.features = codes.coded_features(self.features, meta, self.path)
+            self.features = extra(".int8", "a store of codes of 8 bits").coded_features(
+                self.features, meta, self.path
+            )
         kept = meta["feature_dtype"]
         rounded = kept in convert.KEPT_AS and self.features.dtype.is_floating_point
         self.kept_as = kept if rounded else ""
@@ -238,9 +239,13 @@ class GraphStore:
             lmdb_rows.check_lmdb(self.path, file, record)
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
         table = self._table = self._map(file, ahead=not large)
-        head = record["bytes"] - table.nbytes
-        graph = self.indptr.nbytes + self.indices.nbytes
-        return MmapFeatures(table.view(dtype), large, self.path, head, graph)
+        return MmapFeatures(
+            table.view(dtype),
+            large,
+            self.path,
+            head=record["bytes"] - table.nbytes,
+            beside=self.indptr.nbytes + self.indices.nbytes,
+        )
 
     @classmethod
     def open(cls, path) -> "GraphStore":
@@ -301,8 +306,7 @@ class GraphStore:
         """
         if type is None:
             return columns.node_ids(name, values, self.num_nodes, self._names())
-        typed = extra(".typed", "ids of a type")
-        return typed.ids_within(self, type, name, values, self._names())
+        return extra(".typed", "ids of a type").ids_within(self, type, name, values, self._names())
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
@@ -349,13 +353,10 @@ class GraphStore:
         self.features = extra(".names").reordered(self, names)
         self.feature_names = names
 
-    def take_features(self, features):
-        """Read other features of the same graph."""
-        self.features = features
-
-    def renumber(self, **arrays):
-        """Take num_classes, targets, num_edge_types or class_names of a network, which may have more of them than the graph."""
-        vars(self).update(arrays)
+    def take(self, **values):
+        """Take other features of the same graph, or num_classes, targets, num_edge_types or class_names of a network, which may
+        have more of them than the graph."""
+        vars(self).update(values)
 
     def take_split(self, split):
         """Set `split` to {part: ids}: one of the store's, see `numbered_split`, or another."""
