@@ -160,8 +160,7 @@ class Column:
     flag: str | None
     describe: Callable  # of an open graph -> words for the log
     dtype: str | None = None  # of the file; None: that of the checked array
-    metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
-    help: str | None = None
+    takes: tuple | None = None  # metavar and help of the flag; None: as in USAGE
     cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
     wide: bool = False  # whether its rows are vectors: [M, D] or [V, D]
     # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
@@ -179,8 +178,7 @@ class Column:
 
     def usage(self):
         """Return the metavar and the help of its flag."""
-        metavar, help = USAGE[self.of]
-        return self.metavar or metavar, self.help or help
+        return self.takes or USAGE[self.of]
 
     def checked(self, values, rows):
         """Check what a person gives for `rows` edges or nodes -> see `check`."""
@@ -230,8 +228,7 @@ EDGE_FEATURES = Column(  # for layers that see edges
     wide=True,
     aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
     flag="edge_features",
-    metavar="COLUMNS",
-    help=f"{USAGE['edge'][1]}; several columns as a,b,c",
+    takes=("COLUMNS", f"{USAGE['edge'][1]}; several columns as a,b,c"),
     cells=np.float32,
     describe=lambda graph: f"features {graph.edge_dim} x {graph.meta['edge_dtype']}",
 )
@@ -242,7 +239,7 @@ NODE_TIME = Column(  # the time at which a node is classified
     dtype="int64",
     aliases=("node_time", "time"),
     flag="node_times",
-    help="tables: a time per node",
+    takes=("FILE", "tables: a time per node"),
     describe=lambda graph: described_times(
         "nodes' time", graph.node_time, graph.meta.get("time_unit")
     ),
@@ -366,12 +363,11 @@ def write_arrays(path, arrays, order=None) -> dict:
     each stored edge comes from; None where edges are stored in the order of the input."""
     records = {}
     for name, array in arrays.items():
-        column = COLUMNS.get(name)
         dtype = array.dtype
-        if column and column.dtype:
-            dtype = np.dtype(column.dtype)
+        if name in COLUMNS:
+            dtype = COLUMNS[name].dtype or dtype
         dtype = storage_dtype("uint8" if dtype == np.bool_ else dtype)
-        rows = order if column and column.of == "edge" else None
+        rows = order if name in OF_EDGES else None
         count = len(array if rows is None else rows)
         step = chunk_rows(array)
         cuts = [slice(a, a + step) for a in range(0, count, step)]
