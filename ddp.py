@@ -82,11 +82,12 @@ class Ranks(NamedTuple):
         take no part in the loss."""
         if self.world == 1:
             return model
-        ids = [self.device] if self.gpus else None
         distributed = torch.nn.parallel.DistributedDataParallel
         sparse = [f"{name}.weight" for name, module in model.named_modules() if _is_sparse(module)]
         distributed._set_params_and_buffers_to_ignore_for_model(model, sparse)
-        parallel = distributed(model, device_ids=ids, find_unused_parameters=unused)
+        parallel = distributed(
+            model, device_ids=[self.device] if self.gpus else None, find_unused_parameters=unused
+        )
         self.check_equal(model)
         # on CPU time every step, for `exchange` of run/report.py; on a GPU DDP times every hundredth, at no cost
         if not self.gpus:
@@ -127,8 +128,7 @@ class Ranks(NamedTuple):
 
     def group_here(self):
         """Make a process group of the ranks of this machine, with gloo; a collective of all ranks of all machines."""
-        machines = [[*ranks] for ranks in self.machines()]
-        return dist.new_subgroups_by_enumeration(machines, TIMEOUT, "gloo")[0]
+        return dist.new_subgroups_by_enumeration([*map(list, self.machines())], TIMEOUT, "gloo")[0]
 
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
@@ -344,11 +344,15 @@ def _run(worker, ranks, store, args):
     if ranks.gpus:
         torch.cuda.set_device(ranks.device)
         os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
-    backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
-    # given device_id, NCCL connects now and never guesses a device
-    where = {"rank": ranks.rank, "world_size": ranks.world, "store": store}
-    where["device_id"] = ranks.device if ranks.gpus else None
-    dist.init_process_group(backend, timeout=TIMEOUT, **where)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo",
+        timeout=TIMEOUT,
+        rank=ranks.rank,
+        world_size=ranks.world,
+        store=store,
+        # given it, NCCL connects now and never guesses a device
+        device_id=ranks.device if ranks.gpus else None,
+    )
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make
         code = worker(ranks, *args) or 0

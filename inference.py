@@ -164,12 +164,12 @@ def readable(values):
 def checked_part(indptr, indices, rank, world):
     """Return the first node that a rank computes and the one after its last; IndexError if their lists are damaged."""
     # ranks' parts have equal numbers of edges
-    shares = [int(indptr[-1]) * r // world for r in range(1, world)]
-    bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), len(indptr) - 1]
-    first, last = bounds[rank : rank + 2]
+    shares = int(indptr[-1]) * torch.arange(world + 1, device="cpu") // world
+    bounds = torch.searchsorted(indptr, shares)
+    bounds[-1] = len(indptr) - 1
+    first, last = bounds[rank : rank + 2].tolist()
     ends = indptr[first : last + 1]
-    low = int(ends[0])
-    high = int(ends[-1])
+    low, high = ends[[0, -1]].tolist()
     if low < 0 or high > len(indices) or bool((ends[1:] < ends[:-1]).any()):
         raise IndexError(
             f"the graph is damaged: an offset in indptr of nodes {first} to {last - 1} is out of range or decreases"

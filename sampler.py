@@ -356,13 +356,13 @@ def _check_fanouts(fanouts, rule):
 def check_array(name, array, form, like, length=None):
     """Raise TypeError unless an array has a form such as "int32 or int64 [M]", the device of `like` and this length."""
     if not isinstance(array, Tensor):
-        given = type(array).__name__
-        raise TypeError(f"{name} is a {given}, a tensor is needed: torch.as_tensor({name})")
+        raise TypeError(
+            f"{name} is a {type(array).__name__}, a tensor is needed: torch.as_tensor({name})"
+        )
     if array.device != like.device:
         raise TypeError(f"{name} is on {array.device}, and indptr on {like.device}")
     length = max(array.numel(), "V+1" in form) if length is None else length
-    accepted = form.replace(",", "").split()
-    if str(array.dtype)[6:] not in accepted or array.shape != (length,):
+    if str(array.dtype)[6:] not in form.replace(",", "").split() or array.shape != (length,):
         raise TypeError(f"{name} must be {form}, not {kind(array)}")
 
 

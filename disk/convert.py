@@ -122,9 +122,11 @@ def array_like(name, values):
         return values
     others = {type(value).__name__ for value in values.flat} - {"str"}
     if others:
-        how = "give numbers as .astype(int) or .astype(float), text as .astype(str), dates as "
-        how += f'.astype("{DATE}"), none missing'
-        raise StoreError(f"{name} holds objects of Python ({', '.join(sorted(others))}): {how}")
+        raise StoreError(
+            f"{name} holds objects of Python ({', '.join(sorted(others))}): "
+            "give numbers as .astype(int) or .astype(float), text as .astype(str), "
+            f'dates as .astype("{DATE}"), none missing'
+        )
     return values.astype(str)
 
 
@@ -149,8 +151,9 @@ def _stacked(name, values):
 
 def is_sparse(values) -> bool:
     """Return whether values are a sparse matrix of scipy or torch."""
-    is_sparse = isinstance(values, Tensor) and values.layout != torch.strided
-    return is_sparse or hasattr(values, "tocoo")
+    if isinstance(values, Tensor):
+        return values.layout != torch.strided
+    return hasattr(values, "tocoo")
 
 
 def _dense(name, matrix):
@@ -222,7 +225,7 @@ def from_edge_index(edge_index, num_nodes, edge_order=False):
     indptr = np.zeros(num_nodes + 1, np.int64)
     np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
-    arrays = [indptr, indices, *([order] if edge_order else [])]
+    arrays = (indptr, indices, order) if edge_order else (indptr, indices)
     return tuple(map(torch.from_numpy, arrays))
 
 
@@ -242,8 +245,9 @@ def shaped(name, array, *shape):
     """Return `array` if its shape matches `shape`, where a str matches any size; else raise StoreError."""
     fits = all(isinstance(want, str) or n == want for n, want in zip(array.shape, shape))
     if len(array.shape) != len(shape) or not fits:
-        needed = ", ".join(map(str, shape))
-        raise StoreError(f"{name} has shape {list(array.shape)}: [{needed}] is needed")
+        raise StoreError(
+            f"{name} has shape {list(array.shape)}: [{', '.join(map(str, shape))}] is needed"
+        )
     return array
 
 

@@ -70,9 +70,11 @@ def _check_ends(src, dst, first, num_nodes):
     if min(src.min(), dst.min()) >= 0 and largest < num_nodes:
         return
     bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
-    ends = f"from node {src[bad]} to node {dst[bad]}"
     hint = "; do they count from 1?" if largest == num_nodes else ""
-    raise StoreError(f"edge {first + bad} goes {ends}: node ids lie in [0, {num_nodes}){hint}")
+    raise StoreError(
+        f"edge {first + bad} goes from node {src[bad]} to node {dst[bad]}: "
+        f"node ids lie in [0, {num_nodes}){hint}"
+    )
 
 
 def sorted_sources(edges, indptr, options, folder, *, by, progress):

@@ -91,8 +91,10 @@ def use(flags, task, store):
             )
         return {"flags": settled}
     if not takes:
-        unused = f"features of edges are not used by --model {flags.model}: {why}"
-        return {"flags": settled, "lines": [unused]}
+        return {
+            "flags": settled,
+            "lines": [f"features of edges are not used by --model {flags.model}: {why}"],
+        }
     seen = f"the model sees the features of edges, {store.edge_dim} x {store.meta['edge_dtype']}"
     return {
         "flags": dict.fromkeys(settled, True),
