@@ -7,6 +7,7 @@ import torch
 
 from .kernels import (
     Dropout,
+    Fused,
     InEdges,
     Lists,
     aligned,
@@ -14,8 +15,6 @@ from .kernels import (
     destinations,
     from_values,
     learned,
-    once_differentiable,
-    restored,
     save,
     sizes,
 )
@@ -67,7 +66,7 @@ def attend(
     )
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Fused):
     @staticmethod
     def forward(ctx, source, target, attn, by, edges, near, dropout, code):
         S = len(target)
@@ -108,9 +107,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, K D]
-        code, values = restored(ctx)
+    def gradients(code, values, grad):  # [S, K D]
         source, target, attn, by = (values[name] for name in ("source", "target", "attn", "by"))
         near = from_values(InEdges, values)
         places, K = values["weights"].shape
@@ -168,13 +165,13 @@ def edge_sums(indptr, indices, h, edges, by):
         [S, F].
     """
     near = InEdges(indptr, indices)
-    code = block_kernels(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, own=False)
     if code is None or not _fits(edges, by, indices.numel(), h):
         return None
     return _EdgeSums.apply(h, by.contiguous(), edges.contiguous(), near, code)
 
 
-class _EdgeSums(torch.autograd.Function):
+class _EdgeSums(Fused):
     @staticmethod
     def forward(ctx, h, by, edges, near, code):
         out = h.new_empty(near.S, h.shape[1])
@@ -184,9 +181,7 @@ class _EdgeSums(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, F]
-        code, values = restored(ctx)
+    def gradients(code, values, grad):  # [S, F]
         near = from_values(InEdges, values)
         h = values["h"]
         N = len(h)

@@ -384,10 +384,11 @@ class Launch:
         if threads <= 0:
             return
         grid = (-(-threads // BLOCK), 1, 1, BLOCK, 1, 1)
-        code = self._go(self._function, *grid, 0, stream, self._pointers, None)
+        arguments = self._function, *grid, 0, stream, self._pointers, None
+        code = self._go(*arguments)
         if code == INVALID_CONTEXT:  # this host thread has not called the CUDA runtime yet
             self._kernels.bind()
-            code = self._go(self._function, *grid, 0, stream, self._pointers, None)
+            code = self._go(*arguments)
         if code:
             check_driver(
                 code, f"kernel {self._name} of {threads} threads on {self._kernels.device}"

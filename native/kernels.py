@@ -109,10 +109,12 @@ def functions(integers, source, target, width=0, *, steps=None):
     return load(ids, source.dtype, target.dtype, source.device, width)
 
 
-def block_kernels(near, source, target, *, own=True, nodes=None, steps=None):
-    """Return `functions` for a block; None if it does not fit the source rows. own: destinations have a row there."""
-    code = functions([*near, nodes], source, target, steps=steps)
+def block_kernels(near, source, target=None, *, own=True, nodes=None, steps=None):
+    """Return `functions` for a block; None if it does not fit the source rows. target: None: a row of the source for each
+    destination. own: destinations have a row there."""
     S = near.S
+    target = source[:S] if target is None else target
+    code = functions([*near, nodes], source, target, steps=steps)
     rows = len(source[:S]) if near.self_rows is None else near.self_rows.numel()
     fits = code and (rows == S or not own) and code.takes(near, len(source))
     return code if fits else None
@@ -126,18 +128,22 @@ def learned(*tensors):
     return any(on and t.requires_grad or tangent(t).tangent is not None for t in of)
 
 
-def once_differentiable(backward):
-    """Decorate a backward pass of kernels, which read a contiguous gradient, to refuse create_graph=True: with torch's
-    decorator of this name, torch.autograd.grad leaves the terms of second derivatives that pass through it out, in silence."""
+class Fused(torch.autograd.Function):
+    """Base of functions of kernels. `forward` keeps values by `save`; `gradients(code, values, grad)` gets them and the
+    contiguous gradient, and returns what a backward pass has to. create_graph=True is refused: with once_differentiable of torch,
+    torch.autograd.grad leaves the terms of second derivatives that pass through it out, in silence."""
 
-    @functools.wraps(backward)
-    def once(ctx, grad):
+    @classmethod
+    def backward(cls, ctx, grad):
         if torch.is_grad_enabled():
-            instead = "with model.fused = None, torch operations, gat and gine have them"
-            raise RuntimeError(f"create_graph=True: kernels have no second derivatives; {instead}")
-        return backward(ctx, grad.contiguous())
-
-    return once
+            raise RuntimeError(
+                "create_graph=True: kernels have no second derivatives; "
+                "with model.fused = None, torch operations, gat and gine have them"
+            )
+        code, numbers = ctx.kept
+        # once: with recomputed activations torch refuses a second time
+        values = dict(zip(ctx.names, ctx.saved_tensors)) | numbers
+        return cls.gradients(code, values, grad.contiguous())
 
 
 @functools.cache
@@ -291,19 +297,12 @@ def sizes(rows, *others):
 
 
 def save(ctx, code, *records, **numbers):
-    """Keep arguments of kernels for the backward pass. records: NamedTuples or dicts of tensors, which torch saves: it refuses
+    """Keep arguments of kernels for `Fused.gradients`. records: NamedTuples or dicts of tensors, which torch saves: it refuses
     a backward pass after a change of them."""
     tensors = merged(records)
     ctx.names = [*tensors]
     ctx.kept = code, numbers
     ctx.save_for_backward(*tensors.values())
-
-
-def restored(ctx):
-    """Return what `save` has kept -> (`Code`, values), once in a backward pass: with recomputed activations torch refuses
-    a second time."""
-    code, numbers = ctx.kept
-    return code, dict(zip(ctx.names, ctx.saved_tensors)) | numbers
 
 
 def from_values(kind, values):

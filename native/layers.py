@@ -25,6 +25,7 @@ from .kernels import (
     UNSCALED,
     Code,
     Dropout,
+    Fused,
     InEdges,
     Lists,
     Scales,
@@ -36,8 +37,6 @@ from .kernels import (
     is_gpu,
     learned,
     load,
-    once_differentiable,
-    restored,
     save,
     sizes,
 )
@@ -76,7 +75,7 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None, *, scale=None):
 def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices, self_rows)
-    code = block_kernels(near, h, h[: near.S])
+    code = block_kernels(near, h)
     scales = Scales(*(t if t is None else t.contiguous() for t in (alpha, beta, gamma)))
     wanted = torch.float32, h.device
     floats = all(t is None or (t.dtype, t.device) == wanted for t in scales)
@@ -91,7 +90,7 @@ def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None
 def mean_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices)
-    code = block_kernels(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, own=False)
     if code is None:
         return None
     near = near._replace(self_rows=indptr.new_full((near.S,), -1))
@@ -100,7 +99,7 @@ def mean_neighbours(indptr, indices, h):
     return _SelfAndMean.apply(h, None, near, Scales(zeros, ones), code)
 
 
-class _SelfAndMean(torch.autograd.Function):
+class _SelfAndMean(Fused):
     """The gradient is that of own rows which are the first S, or of destinations without a row of their own."""
 
     @staticmethod
@@ -109,16 +108,15 @@ class _SelfAndMean(torch.autograd.Function):
         out = h.new_empty(near.S, 2 * width if scales.alpha is None else width)
         code.self_and_mean(near, h, out, scales=scales)
         own = h[: near.S] if ctx.needs_input_grad[1] else None
-        save(ctx, code, near, scales, {"h_dst": own}, num_src=len(h))
+        learned_h = ctx.needs_input_grad[0]
+        save(ctx, code, near, scales, {"h_dst": own}, num_src=len(h), learned_h=learned_h)
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F], [S]
-        code, values = restored(ctx)
+    def gradients(code, values, grad):  # [S, 2F] or [S, F] -> [N, F], [S]
         near = from_values(InEdges, values)
         to_alpha = to_h = None
-        if ctx.needs_input_grad[0]:
+        if values["learned_h"]:
             to_h, _ = code.self_and_mean_grad(
                 near,
                 grad,
@@ -209,7 +207,7 @@ def relu_dropout(h, nodes, seed, drop):
     return code and _ReluDropout.apply(h, Dropout.of(nodes, seed, drop), code)
 
 
-class _ReluDropout(torch.autograd.Function):
+class _ReluDropout(Fused):
     @staticmethod
     def forward(ctx, h, active, code):
         kept = code.kept(h, "relu_dropout") if ctx.needs_input_grad[0] else None
@@ -219,9 +217,7 @@ class _ReluDropout(torch.autograd.Function):
         return h
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        code, values = restored(ctx)
+    def gradients(code, values, grad):
         out = torch.empty_like(grad)
         code.run("relu_dropout_grad", len(grad), values, sizes(grad), grad=grad, out=out)
         return out, None, None
@@ -246,7 +242,7 @@ def norm_relu_dropout(h, norm, nodes, seed, drop, *, residual):
     )
 
 
-class _NormRelu(torch.autograd.Function):
+class _NormRelu(Fused):
     @staticmethod
     def forward(ctx, h, residual, gamma, beta, eps, active, code):
         S = len(h)
@@ -264,9 +260,7 @@ class _NormRelu(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        code, normed = restored(ctx)
+    def gradients(code, normed, grad):
         S, width = grad.shape
         run = -(-S // RUNS) or 1
         runs = -(-S // run)
@@ -302,11 +296,11 @@ def dropout(x, nodes, seed, drop):
 def max_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices)
-    code = block_kernels(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, own=False)
     return code and _MaxNeighbours.apply(h, near, code)
 
 
-class _MaxNeighbours(torch.autograd.Function):
+class _MaxNeighbours(Fused):
     @staticmethod
     def forward(ctx, h, near, code):
         out = h.new_empty(near.S, h.shape[1])
@@ -316,9 +310,7 @@ class _MaxNeighbours(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        code, values = restored(ctx)
+    def gradients(code, values, grad):
         near = from_values(InEdges, values)
         N = values["N"]
         out = grad.new_empty(N, grad.shape[1])
@@ -356,7 +348,7 @@ def cross_entropy(logits, y):
     return code and _CrossEntropy.apply(logits, y, code)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Fused):
     @staticmethod
     def forward(ctx, logits, y, code):
         S, C = logits.shape
@@ -374,13 +366,12 @@ class _CrossEntropy(torch.autograd.Function):
             loss=losses,
             grad=to_logits,
         )
-        ctx.save_for_backward(to_logits)
+        save(ctx, code, {"to_logits": to_logits})
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (to_logits,) = ctx.saved_tensors
+    def gradients(code, values, grad):
+        to_logits = values["to_logits"]
         return to_logits * grad.to(to_logits.dtype), None, None
 
 
@@ -437,7 +428,7 @@ class _Layers(NamedTuple):
     dtype: torch.dtype
 
 
-class _Stack(torch.autograd.Function):
+class _Stack(Fused):
     @staticmethod
     def forward(ctx, x, plan, *weights):
         h = x
@@ -462,16 +453,12 @@ class _Stack(torch.autograd.Function):
                 code.self_and_mean(near, h, total, scales=scales, **options)
             saved += [kept, total, weight, *near]
             h = product(total, weight, bias)
-        ctx.plan = plan
-        ctx.num_input = len(x)
-        ctx.save_for_backward(*saved)
+        save(ctx, plan, dict(enumerate(saved)), num_input=len(x), to_x=ctx.needs_input_grad[0])
         return h
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, C]
-        saved = ctx.saved_tensors
-        plan = ctx.plan
+    def gradients(plan, values, grad):  # [S, C]
+        *saved, num_input, to_x = values.values()
         grads = []
         rows = grad
         # as long as the longest sum: layers have no more rows than the outermost one
@@ -480,9 +467,9 @@ class _Stack(torch.autograd.Function):
             each = len(saved) // len(plan.nears)
             kept, total, weight, *near = saved[each * i : each * i + each]
             grads = [weight_grad(grad, total), column_sums(rows, ones), *grads]
-            if not i and not ctx.needs_input_grad[0]:
+            if not i and not to_x:
                 return None, None, *grads
-            num_src = len(kept) if i else ctx.num_input
+            num_src = len(kept) if i else num_input
             options = {"kept": kept, "scale": plan.active[i].scale} if i else {}
             grad = product(grad, weight.t())
             grad, rows = plan.code.self_and_mean_grad(
