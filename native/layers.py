@@ -15,7 +15,6 @@ model.py's `layer_seed`.
 
 import os
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -23,7 +22,6 @@ from torch.nn import functional as F
 from .kernels import (
     IDS,
     UNSCALED,
-    Code,
     Dropout,
     Fused,
     InEdges,
@@ -411,71 +409,61 @@ def stack(blocks, x, weights, *, aggregated, scales, drops):
         if not input_code.takes(near, len(block.src_nodes)):
             return None
     active = [Dropout.of(b.src_nodes, *drop) for b, drop in zip(blocks[1:], drops, strict=True)]
-    plan = _Layers(nears, aggregated, scales, [None, *active], input_code, code, dtype)
+    layers = list(zip(nears, scales, [None, *active]))
     with torch.autocast(device, enabled=False) if mixed else nullcontext():
-        return _Stack.apply(x, plan, *weights)
-
-
-class _Layers(NamedTuple):
-    """What the layers of a stack do; active: `Dropout` of each layer's input, after ReLU; None: no ReLU."""
-
-    nears: list[InEdges]
-    aggregated: bool
-    scales: list[Scales]
-    active: list[Dropout | None]
-    input_code: Code
-    code: Code
-    dtype: torch.dtype
+        return _Stack.apply(x, layers, aggregated, input_code, code, dtype, *weights)
 
 
 class _Stack(Fused):
+    """layers: (InEdges, Scales, Dropout of the layer's input, after ReLU; None: no ReLU) of each."""
+
     @staticmethod
-    def forward(ctx, x, plan, *weights):
+    def forward(ctx, x, layers, aggregated, input_code, code, dtype, *weights):
         h = x
         saved = []
         learns = any(ctx.needs_input_grad)
-        for i, (near, scales, active) in enumerate(zip(plan.nears, plan.scales, plan.active)):
-            code = plan.code if i else plan.input_code
+        for i, (near, scales, active) in enumerate(layers):
             kept = code.kept(h, "self_and_mean") if i and learns else None
             weight, bias = (
-                w if w.dtype == plan.dtype else w.to(plan.dtype) for w in weights[2 * i : 2 * i + 2]
+                w if w.dtype == dtype else w.to(dtype) for w in weights[2 * i : 2 * i + 2]
             )
-            if plan.aggregated and not i:
-                total = h.to(plan.dtype)
+            if aggregated and not i:
+                total = h.to(dtype)
             else:
                 # as wide as h asks for: `product` refuses a weight of another width
                 width = h.shape[1] * (2 if scales.alpha is None else 1)
-                total = h.new_empty(near.S, width, dtype=plan.dtype)
+                total = h.new_empty(near.S, width, dtype=dtype)
                 options = {"active": active, "kept": kept}
                 if i and code.on_cpu:  # rows are read several times: a separate pass is faster
                     code.relu_dropout(h, **options)
                     options = {}
-                code.self_and_mean(near, h, total, scales=scales, **options)
+                (code if i else input_code).self_and_mean(near, h, total, scales=scales, **options)
             saved += [kept, total, weight, *near]
             h = product(total, weight, bias)
-        save(ctx, plan, dict(enumerate(saved)), num_input=len(x), to_x=ctx.needs_input_grad[0])
+        numbers = {"layers": layers, "num_input": len(x), "to_x": ctx.needs_input_grad[0]}
+        save(ctx, code, dict(enumerate(saved)), **numbers)
         return h
 
     @staticmethod
-    def gradients(plan, values, grad):  # [S, C]
-        *saved, num_input, to_x = values.values()
+    def gradients(code, values, grad):  # [S, C]
+        *saved, layers, num_input, to_x = values.values()
+        nothing = [None] * 5
         grads = []
         rows = grad
         # as long as the longest sum: layers have no more rows than the outermost one
         ones = grad.new_ones(len(saved[1]), dtype=torch.float32) if is_gpu(grad.device) else None
-        for i in reversed(range(len(plan.nears))):
-            each = len(saved) // len(plan.nears)
+        for i, (_, scales, active) in reversed([*enumerate(layers)]):
+            each = len(saved) // len(layers)
             kept, total, weight, *near = saved[each * i : each * i + each]
             grads = [weight_grad(grad, total), column_sums(rows, ones), *grads]
             if not i and not to_x:
-                return None, None, *grads
+                return None, *nothing, *grads
             num_src = len(kept) if i else num_input
-            options = {"kept": kept, "scale": plan.active[i].scale} if i else {}
-            grad = product(grad, weight.t())
-            grad, rows = plan.code.self_and_mean_grad(
-                InEdges(*near), grad, num_src, scales=plan.scales[i], **options
+            options = {"kept": kept, "scale": active.scale} if i else {}
+            grad, rows = code.self_and_mean_grad(
+                InEdges(*near), product(grad, weight.t()), num_src, scales=scales, **options
             )
-        return grad, None, *grads
+        return grad, *nothing, *grads
 
 
 # ---- matrix products
