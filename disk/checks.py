@@ -139,8 +139,6 @@ def doubts(store, counted) -> list[str]:
         return lines
     if len(columns) < width:
         lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
-    if not len(columns):
-        return lines
     parts = nodes.split(max(COMPARED // width, 1))
     x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
     if found := telling(x, labels[nodes], width):

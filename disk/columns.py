@@ -66,12 +66,7 @@ def check_weights(name, weights):
 def check_types(name, types):
     """Refuse what is no number of a type; num_edge_types is the largest one + 1."""
     types = integers(name, types)
-    refuse(
-        (types < 0) | (types >= MOST_TYPES),
-        name,
-        types,
-        f"types are numbered from 0, and there are up to {MOST_TYPES:,}",
-    )
+    within(name, types, MOST_TYPES, "numbers of types")
     count = int(types.max(initial=0)) + 1
     return types.astype(types_dtype(count)), {"num_edge_types": count}
 
@@ -89,8 +84,7 @@ def check_features(name, rows):
     meta = {"edge_dim": rows.shape[1], "edge_dtype": row_dtype(name, rows)}
     for first, chunk in chunked(name, rows):
         check_finite(name, as_rows(name, chunk), first)
-    tensor = isinstance(rows, torch.Tensor)
-    return as_numpy(rows) if tensor else np.asarray(rows), meta
+    return as_numpy(rows) if isinstance(rows, torch.Tensor) else np.asarray(rows), meta
 
 
 def check_order(name, numbers):
@@ -310,11 +304,10 @@ def check_columns(values, edges, edge_types):
 
 def check_units(units):
     """Raise StoreError if some times are dates and others numbers. units: {name of times: "us" for dates, or None}."""
-    dates = [name for name, unit in units.items() if unit]
-    numbers = [name for name, unit in units.items() if not unit]
-    if dates and numbers:
+    names = {bool(unit): name for name, unit in reversed(units.items())}  # the first of each
+    if len(names) > 1:
         raise StoreError(
-            f"{dates[0]} holds dates and {numbers[0]} numbers: "
+            f"{names[True]} holds dates and {names[False]} numbers: "
             "give both as dates, or both as whole numbers in one unit"
         )
 
@@ -391,9 +384,12 @@ def types_called(name, names) -> list[int]:
 
 def described(graph) -> str:
     """Describe what edges and nodes carry for a log line, times last."""
-    columns = sorted(COLUMNS.values(), key=lambda column: column.timed)
-    carried = [c for c in columns if getattr(graph, c.name) is not None]
-    return ", ".join(column.describe(graph) for column in carried) or "none"
+    carried = [
+        column.describe(graph)
+        for column in sorted(COLUMNS.values(), key=lambda column: column.timed)
+        if getattr(graph, column.name) is not None
+    ]
+    return ", ".join(carried) or "none"
 
 
 def summary(graph, part=None) -> dict:
