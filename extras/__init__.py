@@ -92,7 +92,8 @@ def extra(name, what="this"):
         folder, _, file = error.name.rpartition(".")
         if folder != __name__:
             raise
-        raise MissingExtra(f"{what} takes extras/{file}.py: copy it beside the others") from error
+        problem = f"{what} takes extras/{file}.py: copy it beside the others"
+        raise MissingExtra(problem) from error
 
 
 def elsewhere(module):
@@ -136,9 +137,8 @@ def with_options(law, method, options, check):
     """Return a `Law` with a rule, None for that which it has, and further options of NeighborSampler. check: validate columns."""
     if method:
         if method not in RULES:
-            raise ValueError(
-                f"method {method!r} is unknown; use one of {', '.join([law.rule.name, *RULES])}"
-            )
+            known = ", ".join([law.rule.name, *RULES])
+            raise ValueError(f"method {method!r} is unknown; use one of {known}")
         law = ruled(law, extra(RULES[method]).RULE, f"method {method!r}")
     by_type = any(isinstance(k, list) for k in law.fanouts)
     for file, unless in OPTIONS.items():
@@ -166,11 +166,12 @@ def ruled(law, rule, option):
     return law._replace(rule=rule)
 
 
-def column(law, name, values, dtypes):
+def column(law, dtypes, **named):
     """Return a column of the edges, contiguous; TypeError unless it has one of the dtypes and is of the law's graph."""
     from sampler import check_array
 
     M = law.indices.numel()
+    ((name, values),) = named.items()
     check_array(name, values, f"{dtypes} [M={M}]", law.indptr, M)
     return values.contiguous()
 

@@ -163,7 +163,7 @@ def law(law, check, edge_times=None, strict=False, window=None):
         )
     if window is not None and (window % 1 != 0 or not 0 < window < 1 << 63):
         raise ValueError(f"window is {window}: give an int above 0")
-    edge_times = column(law, "edge_times", edge_times, "int64")
+    edge_times = column(law, "int64", edge_times=edge_times)
     cut = Cut(edge_times, bool(strict), int(window or 0))
     return law._replace(
         cuts=(cut,),

@@ -139,7 +139,7 @@ def law(law, check, *, edge_type=None, by_type=True, type_numbers=None, num_type
     all_lists = all(isinstance(k, list) for k in fanouts)
     if edge_type is None:
         raise ValueError(f"fanouts {fanouts}, by_type={by_type}: fanouts by type need edge_type")
-    types = as_signed(column(law, "edge_type", edge_type, "uint8 or uint16"))
+    types = as_signed(column(law, "uint8 or uint16", edge_type=edge_type))
     label = Label(types, type_numbers, law.edge_ids)
     law = law._replace(label=label, edge_ids=True)
     if not by_type:

@@ -49,7 +49,7 @@ def use(flags, task, store):
 
 def law(law, check, weights):
     """weights: float [M], in the order of `indices` as all columns here, not negative."""
-    weights = column(law, "weights", weights, "float16, bfloat16, float32 or float64")
+    weights = column(law, "float16, bfloat16, float32 or float64", weights=weights)
     if check and not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError("weights contains a negative, infinite or NaN value")
     return ruled(law, RULE, "weights")._replace(rule=RULE._replace(column=weights))
