@@ -194,8 +194,9 @@ def checked_features(x, V, inputs):
         or not hasattr(x, "gather")
         and not hasattr(x, "__array_interface__")
     ):
-        kind = f"{type(x).__name__}, {layout}"
-        raise ValueError(f"x is a {kind}: a dense tensor or array [V, F] is needed")
+        raise ValueError(
+            f"x is a {type(x).__name__}, {layout}: a dense tensor or array [V, F] is needed"
+        )
     rows = x.shape[0]
     if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):
         raise ValueError(

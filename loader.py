@@ -161,17 +161,11 @@ class NodeLoader:
         load_batch=None,
         timed=nullcontext,
     ):
-        sizes = {
-            "batch_size": (batch_size, 1),
-            "depth": (depth, 0),
-            "threads": (threads, 1),
-            "accumulate": (accumulate, 1),
-            "rank": (rank, 0),
-            "world": (world, rank + 1),
-        }
-        for name, (value, least) in sizes.items():
-            if value < least:
-                raise ValueError(f"{name} is {value}: at least {least} is needed")
+        given = locals()
+        sizes = dict(batch_size=1, depth=0, threads=1, accumulate=1, rank=0, world=rank + 1)
+        for name, least in sizes.items():
+            if given[name] < least:
+                raise ValueError(f"{name} is {given[name]}: at least {least} is needed")
         if not load_batch and (sampler is None or ring is None):
             tables = _tables(graph, edges)
         indptr = getattr(graph, "indptr", None)

@@ -236,23 +236,23 @@ class Neighborhood(NamedTuple):
     edges: Tensor | None = None  # [E, edge_dim]: features of edges, if the layer has an edge_dim
     types: Tensor | None = None  # [E]: types of edges, if the layer uses_types
 
+    block = property(lambda self: self[:3], doc="indptr, indices and messages.")
+
     def mean(self):
         """Average the neighbours' messages -> [S, width]; zero without edges."""
-        return mean_neighbours(self.indptr, self.indices, self.messages)
+        return mean_neighbours(*self.block)
 
     def max(self):
         """Take the maximum of the neighbours' messages by column -> [S, width]; zero without edges."""
-        return max_neighbours(self.indptr, self.indices, self.messages)
+        return max_neighbours(*self.block)
 
     def self_and_mean(self):
         """Put each destination's own message beside the mean of its neighbours' -> [S, 2 width]."""
-        return self_and_mean(self.indptr, self.indices, self.messages, self.self_rows)
+        return self_and_mean(*self.block, self.self_rows)
 
     def own_plus_mean(self, alpha, beta):
         """Add alpha [S] times the own message and beta [S] times the mean of the neighbours' -> [S, width]."""
-        return own_plus_mean(
-            self.indptr, self.indices, self.messages, alpha, beta, self_rows=self.self_rows
-        )
+        return own_plus_mean(*self.block, alpha, beta, self_rows=self.self_rows)
 
     def edge_mean(self, dtype):
         """Average the features of each destination's edges -> [S, edge_dim] of a dtype; zero without edges."""
@@ -282,16 +282,8 @@ class Neighborhood(NamedTuple):
             factors, term = extra(".edge_features").attention_term(self, edge_map, attn.dtype)
         out = None
         if fused and factors:
-            out = attention.attend(
-                self.indptr,
-                self.indices,
-                self.messages,
-                target,
-                attn,
-                self_rows=self.self_rows,
-                drawn=drawn,
-                factors=factors,
-            )
+            options = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
+            out = attention.attend(*self.block, target, attn, **options)
         return self._attend(attn, target, term, drawn) if out is None else out
 
     def _attend(self, attn, target, term, drawn):
@@ -643,8 +635,7 @@ class GINConv(Conv, name="gin"):
         # layer norm reduces two values to their signs, through which no gradient passes
         degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
-        layers = [Linear(in_dim, out_dim), *norms, nn.ReLU(), Linear(out_dim, out_dim)]
-        self.mlp = MLP(*layers)
+        self.mlp = MLP(Linear(in_dim, out_dim), *norms, nn.ReLU(), Linear(out_dim, out_dim))
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, near):
@@ -893,10 +884,10 @@ class GNN(nn.Module):
         """Whether all layers may run as one autograd function: products without norms or residuals, no part customised."""
         if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
             return False
-        if not all(of.one_product and type(of).forward is MeanConv.forward for of in self.layers):
-            return False
-        if any(of.edge_dim for of in self.layers):
-            return False
+        for layer in self.layers:
+            own_forward = type(layer).forward is not MeanConv.forward
+            if own_forward or not layer.one_product or layer.edge_dim:
+                return False
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
         return unchanged(*parts, kinds={nn.Identity, *map(type, self.layers)})
 
@@ -904,10 +895,8 @@ class GNN(nn.Module):
         """Run all layers as one autograd function of native/layers.py; None if it has none for these tensors."""
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
-        scales = [
-            layer.factors(block, self._degree(layer, block, x.device))
-            for layer, block in zip(self.layers, blocks)
-        ]
+        pairs = zip(self.layers, blocks)
+        scales = [layer.factors(b, self._degree(layer, b, x.device)) for layer, b in pairs]
         weights = [w for layer in self.layers for w in layer.product()]
         return fused.stack(blocks, x, weights, aggregated=aggregated, scales=scales, drops=drops)
 

@@ -269,14 +269,15 @@ class GraphStore:
             if name == "split":  # parts may have been assigned
                 tensors = [*value.values()]
                 same = [*map(id, tensors)] == [*map(id, before.values())]
-            if any(map(_written, tensors)):
-                same = False
-                if name == "_table":
-                    raise StoreError(
-                        f"{self.path}: rows of its features were written in this process, "
-                        "and another reads the file's: build a store of them"
-                    )
-            if not same or name == "labels" and not torch.equal(value, now.labels):
+            written = any(  # by operations of torch
+                isinstance(of, Tensor) and not of.is_inference() and of._version for of in tensors
+            )
+            if written and name == "_table":
+                raise StoreError(
+                    f"{self.path}: rows of its features were written in this process, "
+                    "and another reads the file's: build a store of them"
+                )
+            if written or not same or name == "labels" and not torch.equal(value, now.labels):
                 changed[name] = value
         return GraphStore.open, (self.path,), changed
 
@@ -387,11 +388,6 @@ class GraphStore:
 
     def _map(self, name, **options) -> Tensor:
         return files.map_npy(self.path, name, self.meta["files"][name], **options)
-
-
-def _written(value) -> bool:
-    """Return whether operations of torch have written to a tensor."""
-    return isinstance(value, Tensor) and not value.is_inference() and value._version > 0
 
 
 class StoredFeatures(convert.RowsByIndex):

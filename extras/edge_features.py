@@ -30,7 +30,7 @@ def edge_sum(near, edge_map):
     edges = near.edges.to(edge_map.weight.dtype)
     total = None
     if factors := as_product(edges, edge_map):
-        total = model.attention.edge_sums(near.indptr, near.indices, near.messages, *factors)
+        total = model.attention.edge_sums(*near.block, *factors)
     if total is None:
         dst = edge_dst(near.indptr, near.indices)
         rows = F.relu(summable(near.messages).index_select(0, near.indices) + edge_map(edges))
