@@ -49,17 +49,21 @@ def attend(
     code = block_kernels(near, source, target, nodes=dropout.nodes)
     S = len(target)
     numbers = indices.numel() + S
-    fits = code and numbers * len(attn) < 1 << 32
-    fits = fits and source.shape[1] == target.shape[1] == attn.numel()
-    fits = fits and near.S == S and (dropout.nodes is None or dropout.nodes.numel() == S)
-    if not fits or source.dtype != target.dtype or attn.dtype != torch.float32:
-        return None
-    if self_rows is not None and learned(source, target, attn, by):
-        return None
     if edges is None:
         edges = attn.new_empty(0, 0)
         by = attn.new_empty(0, attn.numel())
-    if not _fits(edges, by, numbers if len(by) else 0, target, attn):
+    fits = (
+        code
+        and numbers * len(attn) < 1 << 32
+        and source.shape[1] == target.shape[1] == attn.numel()
+        and near.S == S
+        and (dropout.nodes is None or dropout.nodes.numel() == S)
+        and source.dtype == target.dtype
+        and attn.dtype == torch.float32
+        and (self_rows is None or not learned(source, target, attn, by))
+        and _fits(edges, by, numbers if len(by) else 0, target, attn)
+    )
+    if not fits:
         return None
     return _Attend.apply(
         source, target, attn.contiguous(), by.contiguous(), edges.contiguous(), near, dropout, code
@@ -150,9 +154,13 @@ class _Attend(Fused):
 
 def _fits(edges, by, count, *rows):
     """Return whether kernels take these edge features and the matrix behind them; if not, torch says what is wrong."""
-    fits = edges.shape == (count, len(by)) and by.shape[1] == rows[0].shape[1]
-    fits = fits and all(t.device == edges.device == by.device for t in rows)
-    return fits and edges.dtype == by.dtype == torch.float32 and not learned(edges)
+    return (
+        edges.shape == (count, len(by))
+        and by.shape[1] == rows[0].shape[1]
+        and all(t.device == edges.device == by.device for t in rows)
+        and edges.dtype == by.dtype == torch.float32
+        and not learned(edges)
+    )
 
 
 def edge_sums(indptr, indices, h, edges, by):

@@ -90,23 +90,23 @@ def functions(integers, source, target, width=0, *, steps=None):
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
         width: see `program`. steps: float32 [2, F] of source rows that are codes, see `decode` of vectors.h.
     """
-    if followed():
-        return None
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
-    sources = TYPES if steps is None else CODES
-    if ids not in IDS or source.dtype not in sources or target.dtype not in TYPES:
-        return None
-    rows = [t for t in (source, target, steps) if t is not None]
-    for t in (*integers, *rows):
-        if t.device != source.device or not t.is_contiguous() or t.numel() and not t.data_ptr():
-            return None  # the last: meta tensors have no memory
-    # kernels count threads in 32 bits, elements of a block and columns in 31
-    fit = all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
-    fit = fit and source.dim() == target.dim() == 2 and source.shape[1] < 1 << 31
-    if not fit or target.numel() >= 1 << 32:
-        return None
-    return load(ids, source.dtype, target.dtype, source.device, width)
+    tensors = [*integers, *(t for t in (source, target, steps) if t is not None)]
+    fits = (
+        not followed()
+        and ids in IDS
+        and source.dtype in (TYPES if steps is None else CODES)
+        and target.dtype in TYPES
+        and all(t.device == source.device and t.is_contiguous() for t in tensors)
+        and all(t.data_ptr() or not t.numel() for t in tensors)  # meta tensors have no memory
+        # kernels count threads in 32 bits, elements of a block and columns in 31
+        and all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
+        and source.dim() == target.dim() == 2
+        and source.shape[1] < 1 << 31
+        and target.numel() < 1 << 32
+    )
+    return load(ids, source.dtype, target.dtype, source.device, width) if fits else None
 
 
 def block_kernels(near, source, target=None, *, own=True, nodes=None, steps=None):

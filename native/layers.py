@@ -75,14 +75,14 @@ def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None
     near = InEdges(indptr, indices, self_rows)
     code = block_kernels(near, h)
     scales = Scales(*(t if t is None else t.contiguous() for t in (alpha, beta, gamma)))
-    wanted = torch.float32, h.device
-    floats = all(t is None or (t.dtype, t.device) == wanted for t in scales)
-    floats = floats and alpha.shape == beta.shape == (near.S,)
-    if code is None or not floats or learned(beta, gamma):
-        return None
-    if gamma is not None and gamma.numel() < len(h) or self_rows is not None and learned(h, alpha):
-        return None
-    return _SelfAndMean.apply(h, scales.alpha, near, scales, code)
+    fits = (
+        all(t is None or (t.dtype, t.device) == (torch.float32, h.device) for t in scales)
+        and alpha.shape == beta.shape == (near.S,)
+        and (gamma is None or gamma.numel() >= len(h))
+        and not learned(beta, gamma)
+        and (self_rows is None or not learned(h, alpha))
+    )
+    return _SelfAndMean.apply(h, scales.alpha, near, scales, code) if code and fits else None
 
 
 def mean_neighbours(indptr, indices, h):
@@ -137,9 +137,13 @@ def gather_rows(features, ids, out=None, *, scale=None):
     n = ids.numel()
     out = features.new_empty(n, width) if out is None else out
     like = out.dtype, out.device, ids.device, out.shape
-    fits = like == (features.dtype, features.device, features.device, (n, width))
-    fits = fits and ids.dtype in IDS and not features.is_meta
-    if not fits or not all(t.is_contiguous() for t in (features, ids, out)):
+    fits = (
+        like == (features.dtype, features.device, features.device, (n, width))
+        and ids.dtype in IDS
+        and not features.is_meta
+        and all(t.is_contiguous() for t in (features, ids, out))
+    )
+    if not fits:
         return None
     row = width * features.itemsize
     starts = features.data_ptr() | out.data_ptr()
@@ -228,11 +232,14 @@ def norm_relu_dropout(h, norm, nodes, seed, drop, *, residual):
     weights = norm.weight, norm.bias
     kind = (width,), torch.float32, h.device
     fits = (
-        is_gpu(h.device) and 0 < width <= WIDEST and S < 1 << 27
-    )  # threads are counted in 32 bits
-    fits = fits and all(w is not None and (w.shape, w.dtype, w.device) == kind for w in weights)
-    fits = fits and all(t is None or t.shape == h.shape[: t.dim()] for t in (residual, nodes))
-    if not fits or residual is not None and residual.dtype != h.dtype:
+        is_gpu(h.device)
+        and 0 < width <= WIDEST
+        and S < 1 << 27  # threads are counted in 32 bits
+        and all(w is not None and (w.shape, w.dtype, w.device) == kind for w in weights)
+        and all(t is None or t.shape == h.shape[: t.dim()] for t in (residual, nodes))
+        and (residual is None or residual.dtype == h.dtype)
+    )
+    if not fits:
         return None
     code = functions([nodes], h, h if residual is None else residual, width)
     return code and _NormRelu.apply(
@@ -322,10 +329,14 @@ def adam_rows(rows, grad, mean, square, weight, **numbers):
     rates of the kernel; see run/adam.py."""
     tables = {"mean": mean, "square": square, "weight": weight}
     kind = weight.shape, torch.float32, grad.device
-    fit = all(t.is_contiguous() and (t.shape, t.dtype, t.device) == kind for t in tables.values())
-    fit = fit and rows.is_contiguous() and (*rows.shape, *weight.shape[1:]) == grad.shape
-    fit = fit and (rows.dtype, rows.device) == (torch.int64, grad.device)
-    code = functions([], grad, grad) if fit and grad.dtype == torch.float32 else None
+    fits = (
+        all(t.is_contiguous() and (t.shape, t.dtype, t.device) == kind for t in tables.values())
+        and rows.is_contiguous()
+        and (*rows.shape, *weight.shape[1:]) == grad.shape
+        and (rows.dtype, rows.device) == (torch.int64, grad.device)
+        and grad.dtype == torch.float32
+    )
+    code = functions([], grad, grad) if fits else None
     if code is None or code.on_cpu and len(rows) and int(rows.max()) >= len(weight):
         return False
     size = sizes(grad, *tables.values())
@@ -339,9 +350,12 @@ def cross_entropy(logits, y):
     Args:
         logits: [S, C]. y: int64 [S], below 0 for rows that do not count.
     """
-    kind = torch.int64, logits.device, logits.shape[:1]
-    fits = is_gpu(logits.device) and logits.numel() and y.is_contiguous()
-    fits = fits and (y.dtype, y.device, y.shape) == kind
+    fits = (
+        is_gpu(logits.device)
+        and logits.numel()
+        and y.is_contiguous()
+        and (y.dtype, y.device, y.shape) == (torch.int64, logits.device, logits.shape[:1])
+    )
     code = functions([], logits, logits) if fits else None
     return code and _CrossEntropy.apply(logits, y, code)
 
@@ -388,26 +402,30 @@ def stack(blocks, x, weights, *, aggregated, scales, drops):
     device = x.device.type
     mixed = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
-    floats = all(w is not None and w.dtype == torch.float32 for w in weights)
-    if not floats or not (mixed or x.dtype == torch.float32):
-        return None
-    if aggregated and learned(x):  # the pair has a gradient, not the rows of a block
-        return None
     scales = [Scales(*of) if of else UNSCALED for of in scales]
-    for of, block in zip(scales, blocks):
-        if of.gamma is not None and of.gamma.numel() < len(block.src_nodes):
-            return None
     rows = x.new_empty(0, 0, dtype=dtype)
     integers = [t for b in blocks for t in (b.indptr, b.indices, b.src_nodes)]
     # the input may have another dtype than the layers' results
     input_code = functions(integers, x, rows)
     code = functions(integers, rows, rows)
     nears = [InEdges(block.indptr, block.indices) for block in blocks]
-    if input_code is None or code is None:
+    fits = (
+        input_code
+        and code
+        and all(w is not None and w.dtype == torch.float32 for w in weights)
+        and (mixed or x.dtype == torch.float32)
+        and not (aggregated and learned(x))  # the pair has a gradient, not the rows of a block
+        and all(
+            of.gamma is None or of.gamma.numel() >= len(block.src_nodes)
+            for of, block in zip(scales, blocks)
+        )
+        and all(
+            input_code.takes(near, len(block.src_nodes))
+            for near, block in [*zip(nears, blocks)][aggregated:]
+        )
+    )
+    if not fits:
         return None
-    for near, block in zip(nears[aggregated:], blocks[aggregated:]):
-        if not input_code.takes(near, len(block.src_nodes)):
-            return None
     active = [Dropout.of(b.src_nodes, *drop) for b, drop in zip(blocks[1:], drops, strict=True)]
     layers = list(zip(nears, scales, [None, *active]))
     with torch.autocast(device, enabled=False) if mixed else nullcontext():
