@@ -387,8 +387,9 @@ def share_cores(processes):
     which torch goes by. torchrun sets it to 1 where it is not: under torchrun that is no choice of a person."""
     asked = os.environ.get("OMP_NUM_THREADS")
     if asked is None or asked == "1" and under_torchrun():
-        has_affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        cores = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // processes))
 
 

@@ -129,8 +129,9 @@ class CudaCopies:
 
     def event(self):
         """Record a timed event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        return torch.cuda.current_stream(self.device).record_event(event)
+        return torch.cuda.current_stream(self.device).record_event(
+            torch.cuda.Event(enable_timing=True)
+        )
 
 
 class FeatureRing:

@@ -390,8 +390,10 @@ def _float_tensor(h):
 
 def _rows(table, a, b, device):
     """Return rows a .. b - 1 of a tensor or features object, as float32 on a device."""
-    is_tensor = isinstance(table, Tensor)
-    rows = table[a:b] if is_tensor else table.gather(torch.arange(a, b, device="cpu"))
+    if isinstance(table, Tensor):
+        rows = table[a:b]
+    else:
+        rows = table.gather(torch.arange(a, b, device="cpu"))
     return rows.to(device, torch.float32)
 
 

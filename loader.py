@@ -70,9 +70,9 @@ def _tables(graph, edges):
         shaped("features", tables["features"], V, "F")
     shaped("labels", tables["labels"], V, *tables["labels"].shape[1:])
     if edges:
-        edge_features = _tensor(EDGE_FEATURES.name, getattr(graph, EDGE_FEATURES.name, None))
-        M = len(graph.indices)
-        tables[EDGE_FEATURES.name] = shaped(EDGE_FEATURES.name, edge_features, M, "F")
+        name = EDGE_FEATURES.name
+        rows = _tensor(name, getattr(graph, name, None))
+        tables[name] = shaped(name, rows, len(graph.indices), "F")
     return tables
 
 

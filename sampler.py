@@ -535,10 +535,11 @@ class Sources:
         start = law.indptr.index_select(0, v)
         end = law.indptr.index_select(0, v + 1)
         degree = end - start
-        damaged = (start < 0) | (end < start) | (end > law.indices.numel()) | (degree > MOST_EDGES)
         # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
-        if not v.is_cuda and bool(damaged.any()):
-            raise IndexError("a list in indptr")
+        if not v.is_cuda:
+            bad = (start < 0) | (end < start) | (end > law.indices.numel()) | (degree > MOST_EDGES)
+            if bad.any():
+                raise IndexError("a list in indptr")
         k = MOST_EDGES if hop.k < 0 else hop.k
         return Lists(slice(None), v, start, degree, k, hop.key)
 

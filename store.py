@@ -198,8 +198,9 @@ class GraphStore:
         if self.indices.nbytes > free // 2:
             self.sampled_indices = self._map("indices.npy", ahead=False)
             self.sampling_threads = SAMPLERS
-        types = meta.get("node_types", [])
-        self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
+        self.node_types = {
+            str(name): (int(count), int(width)) for name, count, width in meta.get("node_types", [])
+        }
         rows = self.num_nodes
         if self.node_types:
             rows = sum(count for count, width in self.node_types.values() if width)

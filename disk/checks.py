@@ -139,8 +139,12 @@ def doubts(store, counted) -> list[str]:
         return lines
     if len(columns) < width:
         lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
-    parts = nodes.split(max(COMPARED // width, 1))
-    x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
+    x = torch.cat(
+        [
+            store.features.gather(part)[:, columns].double()
+            for part in nodes.split(max(COMPARED // width, 1))
+        ]
+    )
     if found := telling(x, labels[nodes], width):
         names = store.feature_names or [f"[:, {j}]" for j in range(width)]
         named = listed([names[columns[j]] for j in found])

@@ -74,8 +74,7 @@ def check_types(name, types):
 def check_times(name, times):
     """Refuse times that are neither dates nor whole numbers, which may be written as floats; time_unit is "us" for dates."""
     times = whole_times(name, times)
-    unit = {"time_unit": "us"} if times.dtype.kind == "M" else {}
-    return times.view(np.int64), unit
+    return times.view(np.int64), {"time_unit": "us"} if times.dtype.kind == "M" else {}
 
 
 def check_features(name, rows):
@@ -363,18 +362,21 @@ def write_arrays(path, arrays, order=None) -> dict:
         rows = order if name in OF_EDGES else None
         count = len(array if rows is None else rows)
         step = chunk_rows(array)
-        cuts = [slice(a, a + step) for a in range(0, count, step)]
-        chunks = (array[cut] if rows is None else array.take(rows[cut], 0) for cut in cuts)
+        chunks = (
+            array[a : a + step] if rows is None else array.take(rows[a : a + step], 0)
+            for a in range(0, count, step)
+        )
         file = f"{name}.npy"
-        shape = [count, *array.shape[1:]]
-        records[file] = write_npy(path / file, dtype, shape, chunks)
+        records[file] = write_npy(path / file, dtype, [count, *array.shape[1:]], chunks)
     return records
 
 
 def described_types(node_types) -> str:
     """Describe the types of nodes for a log line, in the order of their ids."""
-    types = node_types.items()
-    return ", ".join(f"{n:,} {name} ({width or 'no'} features)" for name, (n, width) in types)
+    return ", ".join(
+        f"{count:,} {name} ({width or 'no'} features)"
+        for name, (count, width) in node_types.items()
+    )
 
 
 def types_called(name, names) -> list[int]:

@@ -105,11 +105,12 @@ def array_like(name, values):
         elif isinstance(values, Tensor):
             values = values.detach().cpu()
         elif hasattr(values, "iloc") and values.ndim == 2:
-            parts = [
-                array_like(f"{name}, column {c!r},", values.iloc[:, i])
-                for i, c in enumerate(values)
-            ]
-            values = np.column_stack(parts)
+            values = np.column_stack(
+                [
+                    array_like(f"{name}, column {c!r},", values.iloc[:, i])
+                    for i, c in enumerate(values)
+                ]
+            )
         elif hasattr(values, "to_numpy"):
             zoned = getattr(values.dtype, "tz", None) is not None  # of pandas, to UTC
             values = values.to_numpy(f"datetime64[{values.dtype.unit}]" if zoned else None)
@@ -243,8 +244,9 @@ def integers(name, values, *shape) -> np.ndarray:
 
 def shaped(name, array, *shape):
     """Return `array` if its shape matches `shape`, where a str matches any size; else raise StoreError."""
-    fits = all(isinstance(want, str) or n == want for n, want in zip(array.shape, shape))
-    if len(array.shape) != len(shape) or not fits:
+    if len(array.shape) != len(shape) or not all(
+        isinstance(want, str) or n == want for n, want in zip(array.shape, shape)
+    ):
         raise StoreError(
             f"{name} has shape {list(array.shape)}: [{', '.join(map(str, shape))}] is needed"
         )

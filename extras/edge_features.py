@@ -95,12 +95,13 @@ def use(flags, task, store):
             "flags": settled,
             "lines": [f"features of edges are not used by --model {flags.model}: {why}"],
         }
-    seen = f"the model sees the features of edges, {store.edge_dim} x {store.meta['edge_dtype']}"
     return {
         "flags": dict.fromkeys(settled, True),
         "seen": {"edge_ids": True},
         "edges": store.edge_features,
-        "lines": [seen],
+        "lines": [
+            f"the model sees the features of edges, {store.edge_dim} x {store.meta['edge_dtype']}"
+        ],
     }
 
 

@@ -489,8 +489,7 @@ class StepGraphs:
 
     def _state(self):
         """Return the parameters, then the tensors of the optimizer's state."""
-        states = (self.optimizer.state.get(p, {}) for p in self.parameters)
-        moments = [t for state in states for t in state.values()]
+        moments = [t for p in self.parameters for t in self.optimizer.state.get(p, {}).values()]
         return [p.detach() for p in self.parameters] + moments
 
     def _restore(self, kept):

@@ -199,8 +199,7 @@ def load_c(name, source, flags):
 
     def make(path):
         path.with_suffix(".c").write_text(source, "utf-8")
-        arguments = *flags, path.with_suffix(".c"), "-o", path, "-lm"
-        subprocess.run([*compiler, *arguments], **options)
+        subprocess.run([*compiler, *flags, path.with_suffix(".c"), "-o", path, "-lm"], **options)
 
     try:
         compiler = [compiler] if shutil.which(compiler) else shlex.split(compiler)
@@ -233,8 +232,11 @@ def load_host(name, source, flags):
     runtime, which a compiler's own would compete with (on one if torch has none); those of a row one after another, if the
     kernel has a `width`. As `load_c`."""
     numbered = re.sub(r"^(KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
-    text = ["#define HOST", numbered]
-    text.append("void (*parallel)(void (*)(void *), void *, unsigned, unsigned);")
+    text = [
+        "#define HOST",
+        numbered,
+        "void (*parallel)(void (*)(void *), void *, unsigned, unsigned);",
+    ]
     kernels = signatures(source)
     for kernel, arguments in kernels.items():
         declared = [f"{c_type} {name}" for name, c_type in arguments.items()]

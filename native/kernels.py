@@ -124,8 +124,9 @@ def learned(*tensors):
     """Return whether a tensor needs a gradient or has a forward-mode tangent, for functions that support neither."""
     on = torch.is_grad_enabled()
     tangent = torch.autograd.forward_ad.unpack_dual
-    of = (t for t in tensors if t is not None)
-    return any(on and t.requires_grad or tangent(t).tangent is not None for t in of)
+    return any(
+        on and t.requires_grad or tangent(t).tangent is not None for t in tensors if t is not None
+    )
 
 
 class Fused(torch.autograd.Function):
@@ -163,8 +164,7 @@ def compile_for(device, name, text):
 @functools.cache
 def load_links(ids, device):
     """Compile links.cu for node ids of this dtype, as `compile_for`."""
-    text = build.read_source("links.cu", ID=IDS[ids])
-    return compile_for(device, "links", text)
+    return compile_for(device, "links", build.read_source("links.cu", ID=IDS[ids]))
 
 
 def program(ids, source, target, width=0):
@@ -399,8 +399,18 @@ class Lists:
         if not self.code.on_cpu:
             tiles = near.indices.numel() // TILE + 1
             sums = self.share.new_empty(tiles, columns or values["width"])
-            rows = {"S": 0, "N": tiles, "runs": tiles, "run": 1, "kept": None, "sums": None}
-            self.code.run(kernel, tiles * heads, values, rows, tiles=sums)
+            self.code.run(
+                kernel,
+                tiles * heads,
+                values,
+                S=0,
+                N=tiles,
+                runs=tiles,
+                run=1,
+                kept=None,
+                sums=None,
+                tiles=sums,
+            )
             values["tile_sums"] = sums
         self.code.run(kernel, values.get("runs", values["N"]) * heads, values)
 

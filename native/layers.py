@@ -92,9 +92,10 @@ def mean_neighbours(indptr, indices, h):
     if code is None:
         return None
     near = near._replace(self_rows=indptr.new_full((near.S,), -1))
-    zeros = h.new_zeros(near.S, dtype=torch.float32)
-    ones = h.new_ones(near.S, dtype=torch.float32)
-    return _SelfAndMean.apply(h, None, near, Scales(zeros, ones), code)
+    scales = Scales(
+        alpha=h.new_zeros(near.S, dtype=torch.float32), beta=h.new_ones(near.S, dtype=torch.float32)
+    )
+    return _SelfAndMean.apply(h, None, near, scales, code)
 
 
 class _SelfAndMean(Fused):
@@ -339,8 +340,16 @@ def adam_rows(rows, grad, mean, square, weight, **numbers):
     code = functions([], grad, grad) if fits else None
     if code is None or code.on_cpu and len(rows) and int(rows.max()) >= len(weight):
         return False
-    size = sizes(grad, *tables.values())
-    code.run("adam_rows", len(rows), size, numbers, tables, rows=rows, grad=grad, n=len(rows))
+    code.run(
+        "adam_rows",
+        len(rows),
+        sizes(grad, *tables.values()),
+        numbers,
+        tables,
+        rows=rows,
+        grad=grad,
+        n=len(rows),
+    )
     return True
 
 
@@ -490,9 +499,12 @@ class _Stack(Fused):
 def linear(x, weight, bias=None):
     """Return x [S, F] @ weight [D, F].T + bias [D] with autograd: by `product` if it is large and, on a GPU, with sums over
     many rows by `weight_grad` and `bias_grad`."""
-    long = is_gpu(x.device) and len(x) >= LONG
-    ours = x.dim() == 2 and (long or _for_onednn(x, weight))
-    if ours and not torch.is_autocast_enabled(x.device.type) and not followed():
+    if (
+        x.dim() == 2
+        and (is_gpu(x.device) and len(x) >= LONG or _for_onednn(x, weight))
+        and not torch.is_autocast_enabled(x.device.type)
+        and not followed()
+    ):
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -530,8 +542,8 @@ def column_sums(rows, ones):
 
 def bias_grad(grad):
     """Return the sums of the columns of rows grad [n, D]; of many on a GPU first over runs of them."""
-    torchs = learned(grad) or not is_gpu(grad.device)
-    code = None if torchs else functions([], grad, grad)
+    ours = is_gpu(grad.device) and not learned(grad)
+    code = functions([], grad, grad) if ours else None
     if code is None:
         return grad.sum(0)
     runs = code.runs(grad)
@@ -541,10 +553,13 @@ def bias_grad(grad):
 
 
 def _for_onednn(x, weight):
-    bounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
-    large = x.numel() * weight.shape[0] >= WORTH_COMPILING * torch.get_num_threads()
-    usable = bounded and x.device.type == "cpu" and x.dtype == torch.float32
-    return large and usable and torch.backends.mkldnn.is_available()
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.numel() * weight.shape[0] >= WORTH_COMPILING * torch.get_num_threads()
+        and {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
+        and torch.backends.mkldnn.is_available()
+    )
 
 
 class _Linear(torch.autograd.Function):

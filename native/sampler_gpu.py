@@ -257,8 +257,7 @@ class Frame:
         self.listing = None
         self.base = 0
         self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
-        slots = 0 if spec.pairing else spec.num_nodes
-        self.table = self.ids.new_empty(slots, dtype=torch.int32)
+        self.table = self.ids.new_empty(0 if spec.pairing else spec.num_nodes, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
         states = ("states", State * (L + 1))
         kind = type("results", (ctypes.Structure,), {"_fields_": [*Outcome._fields_, states]})
@@ -343,8 +342,7 @@ class Frame:
         seeds = self.input[self.head :]
         build.fill(b, input=self.input, seeds=seeds)
         if spec.timed:
-            groups = None if spec.disjoint else seeds[S:]
-            build.fill(b, groups=groups, times=seeds[2 * S :])
+            build.fill(b, groups=None if spec.disjoint else seeds[S:], times=seeds[2 * S :])
         self.sums = {"sums": pointer, "num_sums": num_sums}
         self.steps = list(self._steps(hops))
 
@@ -439,15 +437,16 @@ class Frame:
         blocks = []
         for part, at, S, N, E in zip(self.parts, self.offsets, rows, rows[1:], places):
             N = N if part.relabel else S
-            block = spec.block(
-                indptr=memory.narrow(0, at, S + 1),
-                indices=memory.narrow(0, self.local + part.first, E),
-                src_nodes=memory.narrow(0, 0, N),
-                edge_ids=self.edges.narrow(0, part.first, E) if spec.edge_ids else None,
-                src_times=self.times.narrow(0, 0, N) if spec.timed else None,
-                src_seed=self.src_seed.narrow(0, 0, N) if spec.disjoint else None,
+            blocks.append(
+                spec.block(
+                    indptr=memory.narrow(0, at, S + 1),
+                    indices=memory.narrow(0, self.local + part.first, E),
+                    src_nodes=memory.narrow(0, 0, N),
+                    edge_ids=self.edges.narrow(0, part.first, E) if spec.edge_ids else None,
+                    src_times=self.times.narrow(0, 0, N) if spec.timed else None,
+                    src_seed=self.src_seed.narrow(0, 0, N) if spec.disjoint else None,
+                )
             )
-            blocks.append(block)
         return blocks
 
     def fill(self, seeds, step, exclude=None, times=None):
