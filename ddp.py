@@ -31,6 +31,7 @@ import traceback
 import zlib
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
@@ -124,7 +125,7 @@ class Ranks(NamedTuple):
     def machines(self):
         """Return the ranks of each machine, a list of ranges; a collective of all ranks."""
         firsts = sorted({*self.gather(self.rank - self.local_rank)})
-        return [range(*ends) for ends in zip(firsts, [*firsts[1:], self.world])]
+        return [range(*ends) for ends in pairwise([*firsts, self.world])]
 
     def group_here(self):
         """Make a process group of the ranks of this machine, with gloo; a collective of all ranks of all machines."""

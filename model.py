@@ -359,7 +359,7 @@ class Conv(nn.Module):
         super().__init_subclass__(**options)
         cls.name = name or cls.__name__
         if cls.edge_features != "no":
-            cls.takes = (*dict.fromkeys((*cls.takes, "edge_dim")),)
+            cls.takes = {*cls.takes, "edge_dim"}
         if name is not None:
             CONVS[name] = cls
             for other in [*CONVS][[*CONVS].index(after) + 1 : -1] if after else ():

@@ -223,8 +223,7 @@ def from_edge_index(edge_index, num_nodes, edge_order=False):
         keys = keys[order]
     else:  # one int64 key per edge: numpy sorts these fastest
         keys = np.sort(keys)
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
+    indptr = np.searchsorted(keys, np.arange(num_nodes + 1) * num_nodes)
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
     arrays = (indptr, indices, order) if edge_order else (indptr, indices)
     return tuple(map(torch.from_numpy, arrays))
@@ -289,11 +288,11 @@ def refuse(bad, name, values, why, first=0):
     """Raise StoreError for the first value where the mask `bad` is true; values[0] is at index `first` of `name`."""
     if bad.any():
         at = torch.as_tensor(bad, device="cpu").nonzero()[0].tolist()
-        place = ", ".join(map(str, [first + at[0], *at[1:]]))
+        place = [first + at[0], *at[1:]]
         value = values[tuple(at)]
         # nanoseconds would print as a number
         value = value if isinstance(value, np.datetime64) else value.item()
-        raise StoreError(f"{name}[{place}] is {value}: {why}")
+        raise StoreError(f"{name}{place} is {value}: {why}")
 
 
 def within(name, values, end, kind, first=0):

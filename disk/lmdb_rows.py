@@ -313,7 +313,7 @@ class LmdbFeatures(RowsByIndex):
         order = np.argsort(ids.numpy(), kind="stable")
         blocks, rows = np.divmod(ids.numpy()[order], self.block_rows)
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
-        for a, b in zip(starts, [*starts[1:], len(ids)]):
+        for a, b in itertools.pairwise([*starts, len(ids)]):
             yield int(blocks[a]), order[a:b], rows[a:b]
 
     def _block(self, txn, number, check=False) -> np.ndarray:

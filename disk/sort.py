@@ -11,6 +11,7 @@ V nodes, M edges. This file needs disk/convert.py, disk/files.py and numpy.
 import functools
 import os
 import tempfile
+from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -158,7 +159,7 @@ def _few_destinations(keys, bits):
     part = ((keys >> bits + shift) - (low >> shift)).astype(np.uint16)
     ends = np.cumsum(np.bincount(part))
     order = np.argsort(part, kind="stable")
-    for a, b in zip([0, *ends[:-1]], ends):
+    for a, b in pairwise([0, *ends]):
         if a < b:
             yield order[a:b]
 
@@ -184,22 +185,20 @@ def _ranges(edges, options, numbered, folder, progress):
             packed = destinations.astype(np.int64)
             packed <<= bits
             packed |= sources
-            arrays = [packed.view(np.uint64)]
-            if numbered:
-                arrays.append(numbers)
+            arrays = [packed.view(np.uint64), numbers]
             if several and numbered:
                 order = np.argsort(arrays[0])
                 arrays = [array[order] for array in arrays]
             elif several:  # SIMD: faster than selecting the edges of each range
                 arrays[0].sort()
             inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << bits)
-            for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(packed)])):
+            for i, (a, b) in enumerate(pairwise([0, *inner, len(packed)])):
                 for spool, array in zip(spools, arrays):
                     spool[filled[i] : filled[i] + b - a] = array[a:b]
                 filled[i] += b - a
             bar.update(len(packed))
         in_memory = np.array if several else np.asarray
-        for a, b in zip(ends - counts, ends):
+        for a, b in pairwise([0, *ends]):
             # without a name for them here: the next range is made after these are freed
             yield [in_memory(spool[a:b]) for spool in spools]
             bar.update(int(b - a))

@@ -206,9 +206,7 @@ class Code:
 
     def takes(self, near, N):
         """Return whether offsets and indices of a block fit N sources; a GPU is not waited for."""
-        if not self.on_cpu:
-            return True
-        return self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
+        return not self.on_cpu or self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
 
     def threads(self, width, kernel):
         """Return the number of a kernel's threads per row."""
