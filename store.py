@@ -42,7 +42,7 @@ from torch import Tensor
 
 from disk import build, checks, columns, convert, files, lmdb_rows, sort
 from disk.build import BACKENDS, FORMAT
-from disk.columns import refuse_unknown
+from disk.columns import COLUMNS
 from disk.convert import within
 from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFeatures
@@ -116,7 +116,8 @@ def build_store(
 
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
-    refuse_unknown(columns.keys())
+    for name in columns.keys() - COLUMNS.keys():
+        raise TypeError(f"build_store has no argument {name}: columns are {', '.join(COLUMNS)}")
     given = SimpleNamespace(**locals(), always=None)
     graph = build.checked(given)
     with files.complete_or_not_there(Path(path), build.bytes_needed(graph)) as building:
@@ -173,7 +174,7 @@ class GraphStore:
         self.options = [name for name, on in meta["options"].items() if on]
         for name, rows in columns.rows_of_arrays(meta).items():
             values = None
-            if name not in columns.COLUMNS or f"{name}.npy" in records:
+            if name not in COLUMNS or f"{name}.npy" in records:
                 values = self._map(f"{name}.npy")
                 if len(values) != rows:
                     raise ValueError(f"{name}.npy has {len(values)} rows, not {rows}")
@@ -283,7 +284,7 @@ class GraphStore:
         return GraphStore.open, (self.path,), changed
 
     def __repr__(self):
-        names = ["num_nodes", "num_edges", "features", *columns.COLUMNS]
+        names = ["num_nodes", "num_edges", "features", *COLUMNS]
         names += ["labels", "num_classes"] if self.labelled else []
         fields = {name: getattr(self, name) for name in names} | self.split
         fields |= {"node_types": self.node_types or None, "path": str(self.path)}

@@ -264,12 +264,6 @@ def rows_of_arrays(meta) -> dict:
     return rows | {name: meta[f"num_{column.of}s"] for name, column in COLUMNS.items()}
 
 
-def refuse_unknown(names):
-    """Raise TypeError for a name that is no column."""
-    for name in names - COLUMNS.keys():
-        raise TypeError(f"build_store has no argument {name}: columns are {', '.join(COLUMNS)}")
-
-
 def check_columns(values, edges, edge_types):
     """Check `values` {name of a column: what a person gives, or None} of a graph with these `GivenEdges`, and the names of
     the edge types. edge_order=True asks for a column that follows from sorting.

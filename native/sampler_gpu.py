@@ -176,9 +176,7 @@ class Backend:
                     "hop: use NeighborSampler(backend='torch')"
                 )
             blocks = None if status else frame.cut()
-            frame.memory = frame.edges = frame.times = frame.src_seed = (
-                None  # now the blocks' memory
-            )
+            frame.memory = frame.edges = frame.times = None  # now the blocks' memory
             # the GPU is done with the frame, so the next batch may be on any stream
             self.resting.append(frame)
         return blocks
@@ -228,10 +226,9 @@ class Backend:
             frame = Frame(self)
             frame.fit(rows, places, relabel_outer, excludes)
             frame.make_blocks()
-            frame.memory.zero_()  # so that ids in the padding are valid node and edge ids
-            for memory in (frame.edges, frame.times):
-                if memory is not None:
-                    memory.zero_()
+            for array in (*frame.memory, frame.edges, frame.times):
+                if array is not None:
+                    array.zero_()  # so that ids in the padding are valid node and edge ids
         return frame
 
 
@@ -244,7 +241,7 @@ class Frame:
         results: int64 on the GPU, an outcome_t and the state_t of each hop, and one more. num_dst: int64 [L + 1] of this,
             destinations of each hop, then the sources of the outermost one.
         read, host_results: pinned copy of results, as a tensor and as a struct.
-        memory: the memory of the batch's blocks.
+        memory: of the batch's blocks: their sources, their indices, the sources' seeds, the offsets of each hop.
     """
 
     def __init__(self, backend):
@@ -284,11 +281,11 @@ class Frame:
         return torch.zeros(n, dtype=torch.int64, device=device, pin_memory=pinned)
 
     def _room(self, name, n, dtype=torch.int32):
-        """Return a pointer to memory of n values, zero at first, that is kept for the next batches."""
+        """Return memory of n or more values, zero at first, that is kept for the next batches."""
         kept = self.kept.get(name)
         if kept is None or kept.numel() < n:
             self.kept[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
-        return kept.data_ptr()
+        return kept
 
     def fit(self, rows, places, relabel_outer, excludes):
         """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
@@ -306,22 +303,24 @@ class Frame:
         room = {"number": self.positions, "count": max(rows), "won": max(words), "wins": max(words)}
         if spec.pairing:
             room["group"] = max(rows)
-        for name, n in room.items():
-            setattr(b, name, self._room(name, n))
-        b.excluded = self._room("excluded", excludes, torch.int64)
-        b.excludes = excludes
+        build.fill(b, **{name: self._room(name, n) for name, n in room.items()})
+        build.fill(b, excluded=self._room("excluded", excludes, torch.int64), excludes=excludes)
         if spec.rule.column is not None:
-            b.best = self._room("best", self.positions, torch.float64)
+            build.fill(b, best=self._room("best", self.positions, torch.float64))
         lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
-        *sums, num_sums = accumulate(lengths, initial=0)
-        pointer = self._room("sums", num_sums, torch.int64)
+        num_sums = sum(lengths)
+        sums = self._room("sums", num_sums, torch.int64)
+        sums_of = iter(sums[:num_sums].split(lengths))
         for hop, part in enumerate(self.parts[:hops]):
-            part.relabel = relabel_outer or hop + 1 < len(self.parts)
-            part.places = places[hop]
-            part.words = words[hop]
-            part.first = first[hop]
-            part.row_sums = pointer + 8 * sums[2 * hop]
-            part.word_sums = pointer + 8 * sums[2 * hop + 1]
+            build.fill(
+                part,
+                relabel=relabel_outer or hop + 1 < len(self.parts),
+                places=places[hop],
+                words=words[hop],
+                first=first[hop],
+                row_sums=next(sums_of),
+                word_sums=next(sums_of),
+            )
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
             part.rows = n
             part.next_rows = sources
@@ -343,7 +342,7 @@ class Frame:
         build.fill(b, input=self.input, seeds=seeds)
         if spec.timed:
             build.fill(b, groups=None if spec.disjoint else seeds[S:], times=seeds[2 * S :])
-        self.sums = {"sums": pointer, "num_sums": num_sums}
+        self.sums = {"sums": sums, "num_sums": num_sums}
         self.steps = list(self._steps(hops))
 
     def _steps(self, hops):
@@ -393,29 +392,30 @@ class Frame:
         rows, places, *_ = self.shape
         spec = self.backend.spec
         parts = self.parts[: len(places)]
-        # `memory` has src, then local, then the offsets of each hop, then src_seed
-        self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
-        sizes = (n + 1 for n in rows[: len(places)])
-        self.offsets = list(accumulate(sizes, initial=self.local + self.positions))
-        end = self.offsets.pop()
-        self.memory = self.ids.new_empty(end + self.local * spec.disjoint)
-        self.src_seed = self.memory[end:] if spec.disjoint else None
-        self.edges = None
-        self.times = None
+        nodes = max(rows[0], rows[sum(part.relabel for part in parts)])
+        sizes = [
+            nodes,
+            self.positions,
+            nodes * spec.disjoint,
+            *(n + 1 for n in rows[: len(places)]),
+        ]
+        self.memory = self.ids.new_empty(sum(sizes)).split(sizes)
+        src, local, src_seed, *offsets = self.memory
+        self.edges = self.times = None
         if spec.edge_ids or not all(self._in_registers(part.k) for part in parts):
             self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
         if spec.timed:
-            self.times = self.ids.new_empty(self.local, dtype=torch.int64)
+            self.times = self.ids.new_empty(nodes, dtype=torch.int64)
         build.fill(
             self.batch,
-            src=self.memory,
-            local=self.memory[self.local :],
+            src=src,
+            local=local,
             edges=self.edges,
             src_times=self.times,
-            src_seed=self.src_seed,
+            src_seed=src_seed if spec.disjoint else None,
         )
-        for part, at in zip(parts, self.offsets):
-            build.fill(part, offsets=self.memory[at:])
+        for part, of in zip(parts, offsets):
+            build.fill(part, offsets=of)
 
     def cut(self):
         """Return the blocks of a finished batch, from the seeds outward."""
@@ -433,18 +433,19 @@ class Frame:
 
     def _blocks(self, rows, places):
         """Make blocks with these numbers of destinations, the last of them sources, and of edges."""
-        memory, spec = self.memory, self.backend.spec
+        spec = self.backend.spec
+        src, local, src_seed, *offsets = self.memory
         blocks = []
-        for part, at, S, N, E in zip(self.parts, self.offsets, rows, rows[1:], places):
+        for part, of, S, N, E in zip(self.parts, offsets, rows, rows[1:], places):
             N = N if part.relabel else S
             blocks.append(
                 spec.block(
-                    indptr=memory.narrow(0, at, S + 1),
-                    indices=memory.narrow(0, self.local + part.first, E),
-                    src_nodes=memory.narrow(0, 0, N),
+                    indptr=of[: S + 1],
+                    indices=local.narrow(0, part.first, E),
+                    src_nodes=src[:N],
                     edge_ids=self.edges.narrow(0, part.first, E) if spec.edge_ids else None,
-                    src_times=self.times.narrow(0, 0, N) if spec.timed else None,
-                    src_seed=self.src_seed.narrow(0, 0, N) if spec.disjoint else None,
+                    src_times=self.times[:N] if spec.timed else None,
+                    src_seed=src_seed[:N] if spec.disjoint else None,
                 )
             )
         return blocks
@@ -457,15 +458,21 @@ class Frame:
             self.base = NONE
         self.base -= self.positions
         S = seeds.numel()
-        spec, header = self.backend.spec, self.header
-        header.step = step
-        header.num_seeds = S
-        header.offset = self.base
-        header.num_excluded = 0
+        spec = self.backend.spec
+        build.fill(
+            self.header,
+            step=step,
+            num_seeds=S,
+            offset=self.base,
+            num_excluded=0 if exclude is None else len(exclude),
+            key_step=step // spec.rule.steps,
+        )
         if exclude is not None:
-            header.num_excluded = len(exclude)
-            self._exclude(exclude)
-        header.key_step = step // spec.rule.steps
+            edges = exclude.sort()[0]
+            # of equal edges all but one become an edge after all others, which is in no row
+            edges[1:].masked_fill_(edges[1:] == edges[:-1], self.ids.numel())
+            room = self.kept["excluded"][: min(len(edges), self.batch.excludes)]
+            room.copy_(edges.sort()[0][: len(room)])
         self.input_size = len(self.host_inputs)
         given = self.host_inputs[self.head :]
         if seeds.is_cuda:
@@ -480,14 +487,6 @@ class Frame:
                 times = values
             given[2 * room :][:S].copy_(times)
         given[:S].copy_(seeds)
-
-    def _exclude(self, edges):
-        """Put edges [X], in any order, into the frame's memory as far as there is room, without waiting for the GPU."""
-        edges = edges.sort()[0]
-        # of equal edges all but one become an edge after all others, which is in no row
-        edges[1:].masked_fill_(edges[1:] == edges[:-1], self.ids.numel())
-        room = self.kept["excluded"][: min(len(edges), self.batch.excludes)]
-        room.copy_(edges.sort()[0][: len(room)])
 
     def start(self):
         """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
