@@ -26,7 +26,7 @@ import math
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -254,15 +254,14 @@ class FeatureRing:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
         fields = [t for block in blocks for t in block] + [y]
         sent = [i for i, t in enumerate(fields) if t is not None and not t.is_cuda]
-        *starts, size = accumulate((-(-fields[i].nbytes // 16) * 16 for i in sent), initial=0)
-        if size:
-            part = lambda memory, t, a: memory[a : a + t.nbytes].view(t.dtype).view(t.shape)  # noqa: E731
-            memory = self._buffer(slot, "rest", (size,), torch.uint8)
-            for i, a in zip(sent, starts):
-                part(memory, fields[i], a).copy_(fields[i])
-            arriving = self.copies.copy(memory)
-            for i, a in zip(sent, starts):
-                fields[i] = part(arriving, fields[i], a)
+        sizes = [-(-fields[i].nbytes // 16) * 16 for i in sent]
+        if any(sizes):
+            like = lambda part, t: part[: t.nbytes].view(t.dtype).view(t.shape)  # noqa: E731
+            memory = self._buffer(slot, "rest", (sum(sizes),), torch.uint8)
+            for i, part in zip(sent, memory.split(sizes)):
+                like(part, fields[i]).copy_(fields[i])
+            for i, part in zip(sent, self.copies.copy(memory).split(sizes)):
+                fields[i] = like(part, fields[i])
         values = iter(fields)
         return [type(block)(*islice(values, len(block))) for block in blocks], next(values)
 

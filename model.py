@@ -691,9 +691,7 @@ class GATv2Conv(Conv, name="gat"):
 def head_width(out_dim, heads, mean):
     """Return how wide a head is: as the output if the `mean` of heads is taken, or its part if they are concatenated."""
     if not mean and out_dim % heads:
-        raise ValueError(
-            f"width {out_dim} cannot be shared by {heads} heads: give a multiple of {heads}"
-        )
+        raise ValueError(f"width {out_dim} cannot be shared by {heads} heads: it is no multiple")
     return out_dim if mean else out_dim // heads
 
 
@@ -783,9 +781,7 @@ class GNN(nn.Module):
             if isinstance(value, str) and value not in choices:
                 raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(choices)}")
         if num_layers < 1 or heads < 1:
-            raise ValueError(
-                f"num_layers is {num_layers}, heads is {heads}: at least one of each is needed"
-            )
+            raise ValueError(f"num_layers is {num_layers}, heads is {heads}: give 1 or more")
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         options = {name: value for name, value in options.items() if value}

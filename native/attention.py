@@ -200,6 +200,5 @@ class _EdgeSums(Fused):
         to_by = code.edge_matrix_grad(
             values, source=h, rows=grad, numbers=E, slopes=None, to_scores=None
         )
-        lists = Lists.of(code, near, N, dst)
-        code.run("edge_sums_grad", N, values, lists.by_source, edge=lists.edge, N=N, out=out)
+        code.run("edge_sums_grad", N, values, Lists.of(code, near, N, dst).arrays, N=N, out=out)
         return out, to_by, None, None, None

@@ -317,7 +317,7 @@ def destinations(code, near):
     """Compute the destination of each edge -> int32 [E]; a static block's are at hand once it has `Lists`."""
     indices = near.indices
     if is_static(near) and indices.lists:
-        return indices.lists.dst
+        return indices.lists.arrays["dst"]
     out = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
     code.run("destinations", near.S, near, S=near.S, dst=out)
     return out
@@ -332,9 +332,9 @@ class Lists:
 
     Attributes:
         weighted: whether there is a beta.
-        by_source: int32 start [N + 1], size [N], and destination [E] of each edge.
-        edge, share: int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges).
-        dst: int32 [E] the destination of each edge of the block.
+        arrays: arguments of kernels. By source: start [N + 1], end [1], size [N], and of each edge destination, edge and
+            share [E] (beta [S] or 1, over the destination's edges). list [E]: edges of each source in any order. dst [E]: the
+            destination of each edge of the block. All are int32 but for the share, float32.
     """
 
     @classmethod
@@ -359,23 +359,14 @@ class Lists:
         sizes = torch.zeros(num_src + 1, dtype=torch.int32, device=indices.device)
         start = torch.empty_like(sizes)
         slot, *arrays = sizes.new_empty(5, E)
-        self.use(destinations(code, near) if dst is None else dst, sizes, start, arrays)
+        dst = destinations(code, near) if dst is None else dst
+        self.use(dst, sizes, start, arrays)
         if code.on_cpu:
             code.compiled.list_by_source(
-                indptr,
-                indices,
-                self.dst,
-                E,
-                num_src,
-                start,
-                sizes[1:],
-                beta,
-                arrays[1],
-                self.edge,
-                self.share,
+                indptr, indices, dst, E, num_src, start, sizes[1:], beta, *arrays[1:]
             )
             return
-        values = {"S": near.S, "slot": slot, "list": self.unordered, **self.by_source}
+        values = {"S": near.S, "slot": slot, **self.arrays}
         code.run("list_sizes", E, near, values)
         torch.cumsum(sizes, 0, dtype=torch.int32, out=start)
         code.run("list_edges", E, near, values)
@@ -384,19 +375,25 @@ class Lists:
     def use(self, dst, sizes, start, arrays):
         """Take the memory in which a sampler counts the block's edges and lists them: int32 arrays [4, E] of edges in any
         order, then destinations, edges and shares in order."""
-        self.dst = dst
-        self.unordered, destination, self.edge, share = arrays
-        self.share = share.view(torch.float32)
-        self.by_source = {"start": start, "size": sizes[1:], "destination": destination}
+        unordered, destination, edge, share = arrays
+        self.arrays = {
+            "dst": dst,
+            "list": unordered,
+            "start": start,
+            "end": start[-1:],
+            "size": sizes[1:],
+            "destination": destination,
+            "edge": edge,
+            "share": share.view(torch.float32),
+        }
 
     def run(self, kernel, near, *, heads=1, columns=0, **values):
         """Run a kernel that sums over the lists, on a GPU first on tiles of them: see layers.cu. columns: of a tile's sums, if
         they are not `width`."""
-        values |= {**near._asdict(), "edge": self.edge, "share": self.share, **self.by_source}
-        values |= {"end": self.by_source["start"][-1:], "tile_sums": None, "tiles": None}
+        values |= {**near._asdict(), **self.arrays, "tile_sums": None, "tiles": None}
         if not self.code.on_cpu:
             tiles = near.indices.numel() // TILE + 1
-            sums = self.share.new_empty(tiles, columns or values["width"])
+            sums = values["share"].new_empty(tiles, columns or values["width"])
             self.code.run(
                 kernel,
                 tiles * heads,
@@ -415,19 +412,7 @@ class Lists:
     def put_in_order(self, near, beta=None):
         """Order each source's edges, and compute their shares."""
         E = near.indices.numel()
-        self.code.run(
-            "list_in_order",
-            E,
-            near,
-            self.by_source,
-            dst=self.dst,
-            E=E,
-            end=self.by_source["start"][-1:],
-            beta=beta,
-            list=self.unordered,
-            edge=self.edge,
-            share=self.share,
-        )
+        self.code.run("list_in_order", E, near, self.arrays, E=E, beta=beta)
 
 
 def static(block):
