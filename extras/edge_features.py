@@ -83,7 +83,7 @@ def use(flags, task, store):
         if conv.edge_features != "must":
             instead = "leave out --edge-features"
     # whether a layer sees them is open unless a flag says so
-    settled = dict(edge_features=False) if flags.conv and flags.edge_features is None else {}
+    settled = dict(edge_features=False) if conv and flags.edge_features is None else {}
     if store.edge_features is None:
         if must:
             raise StoreError(

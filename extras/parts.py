@@ -27,7 +27,7 @@ class PartFeatures(StoredFeatures):
         self._rows = rows
         self.first = first
         self.stop = first + rows.shape[0]
-        self.shape = tuple(shape)
+        self.shape = shape
         self.dtype = rows.dtype
         self.path = path
 

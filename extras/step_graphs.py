@@ -62,7 +62,7 @@ def unsupported_reasons(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `Used` of run/placement.py."""
     layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
-    table = [
+    table = [  # (whether there can be graphs, why not)
         (task.padded, f"the loss of --task {args.task} may count padding"),
         (getattr(layer, "padded", False), f"--model {args.model} does not state padded = True"),
         (args.norm != "batch", "--norm batch would count the padding"),

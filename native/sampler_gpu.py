@@ -53,9 +53,9 @@ REGISTERS = (8, 16, 32, 64)  # each has a kernel for fanouts up to it, with the 
 AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also holds nodes and rows in registers
 TYPES = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}  # of edges
 # as batch.h declares them
-STRUCTS = ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
 Batch, Part, Input, Outcome, State = (
-    build.struct_type(build.read_source("batch.h"), name) for name in STRUCTS
+    build.struct_type(build.read_source("batch.h"), name)
+    for name in ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
 )
 
 
