@@ -160,9 +160,9 @@ class MappedRows(RowsByIndex):
         """Return the bytes of free memory that the table's pages may use."""
         return files.free_host_bytes() - self.beside
 
-    def stays(self, beside=0) -> bool:
-        """Return whether the page cache has room for KEPT of what is read of the table with `beside` more bytes in use."""
-        return self.room() - beside >= KEPT * self.share * self._table.nbytes
+    def stays(self) -> bool:
+        """Return whether the page cache has room for KEPT of what is read of the table."""
+        return self.room() >= KEPT * self.share * self._table.nbytes
 
     def read(self, ids, out):
         if self._reader and out.is_contiguous():
