@@ -232,8 +232,14 @@ class NeighborSampler:
         if check:
             _check_graph(indptr, indices)
         fanouts = fanout_list(fanouts)
-        law = Law(indptr.contiguous(), indices.contiguous(), fanouts, edge_ids=edge_ids)
-        law = law._replace(threads=threads, rule=REPLACE if replace else UNIFORM)
+        law = Law(
+            indptr.contiguous(),
+            indices.contiguous(),
+            fanouts,
+            rule=REPLACE if replace else UNIFORM,
+            edge_ids=edge_ids,
+            threads=threads,
+        )
         method = None if method == UNIFORM.name else method
         if method or options or any(isinstance(k, list) for k in fanouts):
             law = with_options(law, method, options, check)

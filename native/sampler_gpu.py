@@ -57,6 +57,7 @@ Batch, Part, Input, Outcome, State = (
     build.struct_type(build.read_source("batch.h"), name)
     for name in ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
 )
+HEAD = ctypes.sizeof(Input) // 8  # int64 numbers of an input_t
 
 
 def in_registers(k):
@@ -258,8 +259,8 @@ class Frame:
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
         states = ("states", State * (L + 1))
         kind = type("results", (ctypes.Structure,), {"_fields_": [*Outcome._fields_, states]})
-        self.results = self._integers(ctypes.sizeof(kind) // 8)
-        self.read = self._integers(len(self.results), pinned=True)
+        self.results = self.ids.new_zeros(ctypes.sizeof(kind) // 8, dtype=torch.int64)
+        self.read = self._pinned(len(self.results))
         self.host_results = kind.from_address(self.read.data_ptr())
         states = self.results[kind.states.offset // 8 :].view(L + 1, -1)
         self.num_dst = states[:, State.num_dst.offset // 8]
@@ -274,11 +275,9 @@ class Frame:
             **build.law_fields(spec),
         )
 
-    def _integers(self, n, pinned=False):
-        """Allocate n int64 zeros, on the GPU or in pinned memory."""
-        device = "cpu" if pinned else self.ids.device
-        pinned = pinned and self.ids.is_cuda
-        return torch.zeros(n, dtype=torch.int64, device=device, pin_memory=pinned)
+    def _pinned(self, n):
+        """Allocate n int64 zeros in pinned memory."""
+        return torch.zeros(n, dtype=torch.int64, device="cpu", pin_memory=self.ids.is_cuda)
 
     def _room(self, name, n, dtype=torch.int32):
         """Return memory of n or more values, zero at first, that is kept for the next batches."""
@@ -331,14 +330,13 @@ class Frame:
                 self.table = self.table.new_empty(b.slots)
                 self.base = 0
                 build.fill(b, pairs=self.pairs, table=self.table)
-        self.head = ctypes.sizeof(Input) // 8
-        size = self.head + (3 * S if spec.timed else S)
-        self.host_inputs = self._integers(size, pinned=True)
-        self.input = self._integers(size)
+        size = HEAD + (3 * S if spec.timed else S)
+        self.host_inputs = self._pinned(size)
+        self.input = self.ids.new_zeros(size, dtype=torch.int64)
         at = Input.step.offset // 8
         self.step = self.input[at : at + 1]
         self.header = Input.from_address(self.host_inputs.data_ptr())
-        seeds = self.input[self.head :]
+        seeds = self.input[HEAD:]
         build.fill(b, input=self.input, seeds=seeds)
         if spec.timed:
             build.fill(b, groups=None if spec.disjoint else seeds[S:], times=seeds[2 * S :])
@@ -474,10 +472,10 @@ class Frame:
             room = self.kept["excluded"][: min(len(edges), self.batch.excludes)]
             room.copy_(edges.sort()[0][: len(room)])
         self.input_size = len(self.host_inputs)
-        given = self.host_inputs[self.head :]
+        given = self.host_inputs[HEAD:]
         if seeds.is_cuda:
-            self.input_size = self.head
-            given = self.input[self.head :]
+            self.input_size = HEAD
+            given = self.input[HEAD:]
         if times is not None:
             times = times.to(given.device).contiguous()
             room = self.parts[0].rows
