@@ -242,12 +242,10 @@ def positives(edges, seed):
 
 
 def times_of(store, edges, pairs, how):
-    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]. Where edges
-    have the times of their sources it is the later of the two: an edge is there once both of its ends are."""
+    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]."""
     places, which = edges.between(pairs)
     times = torch.zeros(len(pairs), dtype=torch.int64)
-    reduction = "amax" if times_are_of_sources(store) else "amin"
-    times.scatter_reduce_(0, which, store.edge_time[places], reduction, include_self=False)
+    times.scatter_reduce_(0, which, there_since(store)[places], "amin", include_self=False)
     if len(lost := pairs[which.bincount(minlength=len(pairs)) == 0]):
         raise StoreError(
             f"--edge-split {how}: the pair {called(store, lost[0])} has no time, for it is no edge"
@@ -256,13 +254,16 @@ def times_of(store, edges, pairs, how):
     return times
 
 
-def times_are_of_sources(store):
-    """Check whether every edge has the time of its source, as those get that have none of their own."""
+def there_since(store):
+    """Return the time of each edge, int64 [M]. Where edges have the times of their sources, as those get that have none of
+    their own, it is the later one of both ends: an edge is there once they are."""
     times = getattr(store, NODE_TIME.name, None)
     if times is None:
-        return False
-    source_times = times[store.indices.long()]
-    return bool(((store.edge_time == source_times) | (store.edge_time == ALWAYS)).all())
+        return store.edge_time
+    of_sources = times[store.indices.long()]
+    if not ((store.edge_time == of_sources) | (store.edge_time == ALWAYS)).all():
+        return store.edge_time
+    return torch.maximum(store.edge_time, times.repeat_interleave(store.indptr.diff()))
 
 
 def bits_of(pairs, key):
