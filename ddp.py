@@ -261,8 +261,11 @@ def _handling(handler):
     """Context in which `handler` handles the signals in STOPS that are not ignored; on a thread that is not the main one,
     where Python sets no handlers, none."""
     stops = STOPS if threading.current_thread() is threading.main_thread() else ()
-    handled = [number for number in stops if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, handler) for number in handled}
+    previous = {
+        number: signal.signal(number, handler)
+        for number in stops
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:

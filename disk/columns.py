@@ -177,8 +177,12 @@ class Column:
         """Check what a person gives for `rows` edges or nodes -> see `check`."""
         values = array_like(self.name, values)
         shape = tuple(values.shape)
-        fits = shape[:1] == (rows,) and len(shape) <= 1 + self.wide and 0 not in shape[1:]
-        if not fits or isinstance(values, Rows):
+        if (
+            isinstance(values, Rows)
+            or shape[:1] != (rows,)
+            or len(shape) > 1 + self.wide
+            or 0 in shape[1:]
+        ):
             width = ", D" if self.wide else ""
             raise StoreError(
                 f"{self.name} is a {type(values).__name__} {[*shape]}: "
@@ -274,10 +278,9 @@ def check_columns(values, edges, edge_types):
     meta = {}
     units = {}
     for name, column in COLUMNS.items():
-        rows = getattr(edges, f"num_{column.of}s")
         value = values.get(name)
         if value is not None and not (column.asked and isinstance(value, bool)):
-            checked[name], entries = column.checked(value, rows)
+            checked[name], entries = column.checked(value, getattr(edges, f"num_{column.of}s"))
             meta |= entries
             if column.timed:
                 units[name] = entries.get("time_unit")
