@@ -200,13 +200,14 @@ def at_times(nodes, times, num_nodes):
 class Scorer(nn.Module):
     """Scores pairs of embeddings, as the logit of an edge: "dot", the dot product; "distmult", with a weight per column
     (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product; "ncn", as distmult of embeddings of
-    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: so many columns)."""
+    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: its first so many columns); "paths", the
+    same."""
 
     def __init__(self, kind, width, columns=4):
         super().__init__()
         self.kind = kind
-        self.columns = columns if kind == "ncn" else 0
-        weighted = kind in ("distmult", "ncn")
+        self.columns = columns if kind in ("ncn", "paths") else 0
+        weighted = self.columns or kind == "distmult"
         self.relation = nn.Parameter(torch.ones(width)) if weighted else 1.0
         if kind == "mlp":
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
@@ -216,7 +217,7 @@ class Scorer(nn.Module):
 
     def forward(self, source, destination, features=None):
         """Score source [..., D] with destination [..., D], which broadcast -> logits [...]. features: [..., columns] of the
-        pairs, or more columns, for "ncn"."""
+        pairs, or more columns, if it takes them."""
         if self.kind == "mlp":
             return self.mlp(source * destination).squeeze(-1)
         source, destination = self._scaled(source, destination)
@@ -239,7 +240,7 @@ class Scorer(nn.Module):
         return copy.deepcopy(self).to("cpu", dtype)
 
     def against_all(self, source, table, features=None):
-        """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns], for "ncn"."""
+        """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns]."""
         if self.kind == "mlp":
             return self(source.unsqueeze(1), table)
         source, table = self._scaled(source, table)
@@ -251,7 +252,10 @@ class Baseline(NamedTuple):
 
     column: int
     kind = "baseline"
-    columns = True
+
+    @property
+    def columns(self):
+        return self.column + 1
 
     def __call__(self, source, destination, features):
         return features[..., self.column]
@@ -380,7 +384,7 @@ class Evaluation:
         mine = ranks.part(count) if ranks else slice(None)
         pairs = examples.pairs[mine]
         others = None if examples.others is None else examples.others[mine]
-        features = partial(self.features, examples) if scorer.columns else None
+        features = partial(self.features, examples, scorer.columns) if scorer.columns else None
         columns = [
             score_pairs(scorer, h, pairs, features),
             score_pairs(scorer, h, examples.random[mine], features),
@@ -409,14 +413,16 @@ class Evaluation:
         found = {names[j]: self(Baseline(j), h, part, ranks) for j in range(len(names))}
         return {name: scores for name, scores in found.items() if scores}
 
-    def features(self, examples, source, destination):
-        """Compute the features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast -> [..., columns]."""
+    def features(self, examples, count, source, destination):
+        """Compute the first `count` features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast ->
+        [..., count]."""
         pairs = torch.stack(torch.broadcast_tensors(source, destination), -1)
         times = None
         if self.timed and examples:  # else as of the end of time
             times = examples.times[pairs[..., 0]].flatten()
             pairs = examples.nodes[pairs]
-        return self.common.pair_features(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
+        features = self.common.pair_features(pairs.view(-1, 2), times, count)
+        return features.view(*pairs.shape[:-1], count)
 
     def _ranks(self, scorer, h, pairs, others, features):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
@@ -430,7 +436,7 @@ class Evaluation:
             source, destination = pairs[rows].unbind(1)
             destination = destination.unsqueeze(1)
             if others is None:
-                pair_features = self.common.against_all(source) if features else None
+                pair_features = features and self.common.against_all(source, scorer.columns)
                 scores = scorer.against_all(h[source], h, pair_features)
                 sums = scores.sum(1)
                 positive = scores.gather(1, destination)
@@ -469,7 +475,8 @@ class Evaluation:
             low, first = firsts[0].tolist()
             high, end = ends[0].tolist()
             for source in torch.arange(low, high).split(max(1, CHUNK // width)):
-                features = self.common.against_all(source) if scorer.columns else None
+                count = scorer.columns
+                features = self.common.against_all(source, count) if count else None
                 scores = scorer.against_all(h[source], h, features)
                 check_scores(scores)
                 scores[left_out(lists, source)] = -torch.inf

@@ -78,3 +78,36 @@ KERNEL common(const i64 *pairs, i64 P, const i64 *indptr, const ID *sources, con
     UNROLL for (int c = 0; c < 4; c++) sums[4 * i + c] += weights[4 * degree + c];
   }
 }
+
+// Add up the weights of the nodes in the list of `few` that that of `many`, which is no shorter, has
+// too, but for the four.
+FN float shared(const i64 *indptr, const ID *sources, i64 few, i64 many, i64 u, i64 v,
+                const float *weights) {
+  i64 place = indptr[many], end = indptr[many + 1], last = -1;
+  float sum = 0;
+  for (i64 next = indptr[few]; next < indptr[few + 1]; next++) {
+    const i64 node = sources[next];
+    if (node == last || node == u || node == v || node == few || node == many) continue;
+    last = node;
+    i64 hop = 1;  // the node is at most so far on, if it is there
+    while (place + hop < end && sources[place + hop] < node) hop *= 2;
+    BISECT(place, min(hop, end - place), sources[at] < node)
+    if (place < end && sources[place] == node) sum += weights[node];
+  }
+  return sum;
+}
+// Sum weights[a] * weights[b] over the paths u <- a <- b -> v of four different nodes, for each of P
+// pairs: sums [P, lanes], of so many threads.
+KERNEL paths(const i64 *pairs, i64 P, i64 lanes, const i64 *indptr, const ID *sources,
+             const float *weights, float *sums) {
+  THREAD(P * lanes);
+  const i64 u = pairs[2 * (i / lanes)], v = pairs[2 * (i / lanes) + 1];
+  float sum = 0;
+  for (i64 place = indptr[u] + i % lanes; place < indptr[u + 1]; place += lanes) {
+    const i64 a = sources[place];
+    if (a == u || a == v || (place > indptr[u] && sources[place - 1] == a)) continue;
+    const int less = indptr[a + 1] - indptr[a] < indptr[v + 1] - indptr[v];
+    sum += weights[a] * shared(indptr, sources, less ? a : v, less ? v : a, u, v, weights);
+  }
+  sums[i] = sum;
+}
