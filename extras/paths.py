@@ -11,7 +11,6 @@ import torch
 
 from native import kernels
 
-LANES = 32  # threads that share a pair
 CHUNK = 1 << 22  # most elements of a dense matrix
 
 
@@ -24,46 +23,42 @@ class Paths:
 
     def between(self, pairs):
         """Sum the weights of the paths of each pair int64 [P, 2] -> float32 [P]."""
-        code = kernels.load_links(self.edges.sources.dtype, pairs.device)
+        edges = self.edges
+        code = kernels.load_links(edges.sources.dtype, pairs.device)
         if not code:
-            return self._from_all(pairs)
-        sums = torch.empty(len(pairs), LANES, device=pairs.device)
+            return self._between(pairs)
+        lanes = 32 if pairs.is_cuda else 4
+        sums = torch.zeros(len(pairs), lanes, device=pairs.device)
         values = {
             "pairs": pairs.contiguous(),
             "P": len(pairs),
-            "lanes": LANES,
-            "indptr": self.edges.indptr,
-            "sources": self.edges.sources,
+            "lanes": lanes,
+            "V": len(self.weights),
+            "indptr": edges.indptr,
+            "sources": edges.sources,
             "weights": self.weights,
             "sums": sums,
         }
         code.run("paths", sums.numel(), values)
         return sums.sum(1)
 
-    def _from_all(self, pairs):
+    def from_all(self, sources):
+        """Sum the weights of the paths from sources int64 [n] to every node -> float32 [n, V]."""
+        nodes = torch.arange(len(self.weights))
+        return self.between(torch.cartesian_prod(sources, nodes)).view(len(sources), -1)
+
+    def _between(self, pairs):
         """`between` as torch operations."""
         nodes, row = pairs[:, 0].unique(return_inverse=True)
-        sums = torch.zeros(len(pairs), device=pairs.device)
-        first = 0
-        for some in nodes.split(max(1, CHUNK // len(self.weights))):
-            mine = ((row >= first) & (row < first + len(some))).nonzero().squeeze(1)
-            sums[mine] = self.from_all(some)[row[mine] - first, pairs[mine, 1]]
-            first += len(some)
+        sums = self.weights.new_zeros(len(pairs))
+        rows = max(1, CHUNK // len(self.weights))
+        for first in range(0, len(nodes), rows):
+            mine = (row // rows == first // rows).nonzero().squeeze(1)
+            every = self._to_all(nodes[first : first + rows])
+            sums[mine] = every[row[mine] - first, pairs[mine, 1]]
         return sums
 
-    @cached_property
-    def matrix(self):
-        """Sparse float64 [V, V], 1 where an edge goes from the node of the column to that of the row, another one."""
-        V = len(self.weights)
-        ends = torch.stack([torch.repeat_interleave(self.edges.indptr.diff()), self.edges.sources])
-        ends = ends[:, ends[0] != ends[1]]
-        ones = torch.ones(ends.shape[1], dtype=torch.float64, device=ends.device)
-        matrix = torch.sparse_coo_tensor(ends, ones, (V, V), check_invariants=True)
-        matrix = matrix.coalesce()
-        matrix.values().fill_(1)  # of equal edges
-        return matrix
-
-    def from_all(self, sources):
+    def _to_all(self, sources):
         """Sum the weights of the paths from sources int64 [n] to every node -> float32 [n, V]."""
         weights = self.weights.double()
         matrix = self.matrix
@@ -74,3 +69,14 @@ class Paths:
         sums = (matrix @ (steps * weights).t()).t()
         back = matrix @ weights - behind * weights[sources].unsqueeze(1)  # by v itself as a
         return (sums - before * weights * back).clamp(min=0).float()
+
+    @cached_property
+    def matrix(self):
+        """Sparse float64 [V, V], 1 where an edge goes from the node of the column to that of the row, another one."""
+        V = len(self.weights)
+        ends = torch.stack([torch.repeat_interleave(self.edges.indptr.diff()), self.edges.sources])
+        ends = ends[:, ends[0] != ends[1]]
+        ones = torch.ones(ends.shape[1], dtype=torch.float64, device=ends.device)
+        matrix = torch.sparse_coo_tensor(ends, ones, (V, V), check_invariants=True).coalesce()
+        matrix.values().fill_(1)  # of equal edges
+        return matrix

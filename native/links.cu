@@ -96,12 +96,56 @@ FN float shared(const i64 *indptr, const ID *sources, i64 few, i64 many, i64 u, 
   }
   return sum;
 }
+#ifdef HOST
+enum { MOST = 1 << 22 };  // nodes that a thread may have sums of
+static __thread double *steps;  // of weights[a] over u <- a <- b, for each b; 0 between pairs
+static __thread i64 size;
+// Add up these sums; without weights, set them to 0.
+static void walk(const i64 *indptr, const ID *sources, i64 u, const float *weights) {
+  for (i64 one = indptr[u]; one < indptr[u + 1]; one++) {
+    const i64 a = sources[one];
+    if (a == u || (one > indptr[u] && sources[one - 1] == a)) continue;
+    for (i64 two = indptr[a]; two < indptr[a + 1]; two++) {
+      const i64 b = sources[two];
+      if (b == a || (two > indptr[a] && sources[two - 1] == b)) continue;
+      steps[b] = weights ? steps[b] + weights[a] : 0;
+    }
+  }
+}
+#endif
 // Sum weights[a] * weights[b] over the paths u <- a <- b -> v of four different nodes, for each of P
-// pairs: sums [P, lanes], of so many threads.
-KERNEL paths(const i64 *pairs, i64 P, i64 lanes, const i64 *indptr, const ID *sources,
+// pairs of V nodes: sums [P, lanes], 0 before, of so many threads. For a C compiler the first of them
+// does the work of its pair and of those behind it that have the same u.
+KERNEL paths(const i64 *pairs, i64 P, i64 lanes, i64 V, const i64 *indptr, const ID *sources,
              const float *weights, float *sums) {
   THREAD(P * lanes);
-  const i64 u = pairs[2 * (i / lanes)], v = pairs[2 * (i / lanes) + 1];
+  const i64 *pair = pairs + 2 * (i / lanes), u = pair[0];
+#ifdef HOST
+  if (V <= MOST) {
+    if (i % lanes || (i && pair[-2] == u)) return;
+    if (size < V) {
+      free(steps);
+      steps = (double *)calloc(V, sizeof *steps);
+      if (!steps) FAIL;
+      size = V;
+    }
+    walk(indptr, sources, u, weights);
+    for (; pair < pairs + 2 * P && pair[0] == u; pair += 2) {
+      const i64 v = pair[1], start = indptr[v];
+      const double back = u != v && is_edge(indptr, sources, v, u) ? weights[v] : 0;  // of v as a
+      double sum = 0;
+      for (i64 place = start; place < indptr[v + 1]; place++) {
+        const i64 b = sources[place];
+        if (b == u || b == v || (place > start && sources[place - 1] == b)) continue;
+        sum += weights[b] * (steps[b] - back);
+      }
+      sums[(pair - pairs) / 2 * lanes] = (float)sum;
+    }
+    walk(indptr, sources, u, 0);
+    return;
+  }
+#endif
+  const i64 v = pair[1];
   float sum = 0;
   for (i64 place = indptr[u] + i % lanes; place < indptr[u + 1]; place += lanes) {
     const i64 a = sources[place];

@@ -14,7 +14,7 @@ import torch
 import ddp
 import train
 from disk.columns import ALWAYS
-from extras import common_neighbours, edge_split, ranking
+from extras import common_neighbours, edge_split, paths, ranking
 from extras import links as link
 from inference import inference
 from loader import Batch, Graph, NodeLoader, from_edge_index
@@ -48,6 +48,7 @@ def ways(request, monkeypatch):
         monkeypatch.setattr(ranking, "kernels", kernels_gpu)
         monkeypatch.setattr(edge_split, "kernels", kernels_gpu)
         monkeypatch.setattr(common_neighbours, "kernels", kernels_gpu)
+        monkeypatch.setattr(paths, "kernels", kernels_gpu)
 
 
 def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):
