@@ -266,9 +266,9 @@ def _crowded(tree):
 
 
 def _long_returns(tree):
-    """Yield returns of more than 3 values; a backward of autograd has to have as many as its forward has arguments."""
+    """Yield returns of more than 3 values; gradients of autograd have to be as many as its forward has arguments."""
     for function in _walked(tree):
-        if isinstance(function, ast.FunctionDef) and function.name != "backward":
+        if isinstance(function, ast.FunctionDef) and function.name not in ("backward", "gradients"):
             for node in ast.walk(function):
                 if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
                     if len(node.value.elts) > 3:
