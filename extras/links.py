@@ -18,8 +18,6 @@ With times, both ends of a pair and its negatives see the edges up to the time o
 P pairs of a batch have K negatives each; D is the width of an embedding.
 """
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -37,7 +35,7 @@ from extras.edge_split import (
     split_type,
     view_of,
 )
-from extras.ranking import Evaluation, Negatives, Scorer, at_times, distinct, score_pairs
+from extras.ranking import Evaluation, Negatives, Scorer, at_times, distinct
 from extras.times import edge_times
 from sampler import mix
 from sources.splits import say_empty_parts
@@ -61,9 +59,8 @@ class Links:
 
     graph: of `split_edges`. indptr, indices: its edges that carry messages, on the sampler's device. negatives: K per
     pair, drawn by `seed`; by_degree: in proportion to degree^0.75; checked: avoid the edges that carry messages.
-    softmax: the loss is the cross-entropy of a pair among its negatives, else of each logit alone. exclude: leave the
-    positives of the step out of its messages; False shows the leak. common: `CommonNeighbours` of the same edges, if the
-    scorer takes what pairs have in common.
+    softmax: the loss is the cross-entropy of a pair among its negatives, else of each logit alone. common:
+    `CommonNeighbours` of the same edges, if the scorer takes what pairs have in common.
     """
 
     def __init__(
@@ -77,13 +74,11 @@ class Links:
         by_degree=False,
         checked=True,
         softmax=False,
-        exclude=True,
         common=None,
     ):
         self.count = negatives
         self.common = common
         self.softmax = softmax
-        self.exclude = exclude
         # ~2 is no step: the sampler's key of a hop is mix(mix(mix(seed) ^ step) ^ hop)
         self.key = mix(mix(seed) ^ ~2)
         self.pairs = graph.pairs["train"].to(indices.device)
@@ -108,8 +103,8 @@ class Links:
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         negatives, bad = self.negatives.attempts(key, seeds, pairs, self.count)
         nodes, times, y = self._ends(seeds, pairs, negatives)
-        step_pairs = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
-        first, counts = self.edges.ranges(self.pairs[step_pairs])
+        step_pairs = self.pairs[self._of_pairs(batch.step_seeds)]
+        first, counts = self.edges.ranges(step_pairs)
         last = F.pad(y.flatten(), (1, 0), value=-1).amax()  # a part of a step may be empty
         # the host waits for the GPU here only
         left, last, num_edges = torch.stack([bad.sum(), last, counts.sum()]).tolist()
@@ -117,9 +112,7 @@ class Links:
             negatives = self.negatives.looked_up(pairs, negatives, bad)
             nodes, times, y = self._ends(seeds, pairs, negatives)
             last = int(y.amax())
-        options = {}
-        if self.exclude:
-            options["exclude"] = self.edges.listed(first, counts, num_edges)
+        options = {"exclude": self.edges.listed(first, counts, num_edges)}
         if self.times is not None:
             options["times"] = times[: last + 1]
         if self.common:
@@ -363,10 +356,7 @@ class LinkTask(Task):
         if args.predict and args.top:
             report.write(None, self.rows_of_best(run, h))
         elif args.predict and args.pairs:
-            evaluation = self.evaluation
-            scorer = run.model.scorer.on_host(h.dtype)
-            features = partial(evaluation.features, None) if scorer.columns else None
-            scores = score_pairs(scorer, h, self.asked, features)
+            scores = self.evaluation.logits(run.model.scorer.on_host(h.dtype), h, self.asked)
             report.write(lambda: scores, self.rows_of_pairs(scores))
         elif args.predict:
             report.write(lambda: h, rows_of_nodes(self.store, h, numbered_columns))

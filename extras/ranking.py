@@ -8,7 +8,6 @@ Draws depend only on a key and the number of the pair. P pairs have K negatives 
 """
 
 import copy
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -79,8 +78,7 @@ class Negatives:
         """Draw `count` negative destinations for each pair, to which its source has no edge -> int64 [P, count]. key:
         int of 64 bits. numbers: int64 [P], of the pairs. pairs: int64 [P, 2]. StoreError for a source that has an edge
         to every node."""
-        node, bad = self.attempts(key, numbers, pairs, count)
-        return self.looked_up(pairs, node, bad) if bad.any() else node
+        return self.looked_up(pairs, *self.attempts(key, numbers, pairs, count))
 
     def attempts(self, key, numbers, pairs, count):
         """Draw as `draw`, each negative TRIES times at most -> (nodes int64 [P, count]; bool [P, count], those that are no
@@ -151,8 +149,6 @@ class Negatives:
     def without(self, pairs):
         """Find the pairs [P, 2] whose source has an edge to every node of the destination's type but itself: they have
         no negative of that type -> bool [P]."""
-        if not len(pairs):
-            return torch.zeros(0, dtype=torch.bool)
         ranges = torch.stack([pairs[:, 0], *self.same_type(pairs[:, 1])], 1)
         ranges, which = ranges.unique(dim=0, return_inverse=True)
         source, first, end = ranges.unbind(1)
@@ -206,8 +202,7 @@ class Scorer(nn.Module):
         super().__init__()
         self.kind = kind
         self.columns = columns if kind == "ncn" else 0
-        weighted = kind in ("distmult", "ncn")
-        self.relation = nn.Parameter(torch.ones(width)) if weighted else 1.0
+        self.relation = nn.Parameter(torch.ones(width)) if kind in ("distmult", "ncn") else 1.0
         if kind == "mlp":
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
         if self.columns:
@@ -380,12 +375,11 @@ class Evaluation:
         mine = ranks.part(count) if ranks else slice(None)
         pairs = examples.pairs[mine]
         others = None if examples.others is None else examples.others[mine]
-        features = partial(self.features, examples) if scorer.columns else None
         columns = [
-            score_pairs(scorer, h, pairs, features),
-            score_pairs(scorer, h, examples.random[mine], features),
+            self.logits(scorer, h, pairs, examples),
+            self.logits(scorer, h, examples.random[mine], examples),
             # 0: with nothing to be ranked against
-            self._ranks(scorer, h, pairs, others, features) * examples.ranked[mine],
+            self._ranks(scorer, h, pairs, others, examples) * examples.ranked[mine],
             examples.queries[mine],
         ]
         results = torch.stack(columns, 1)
@@ -406,11 +400,25 @@ class Evaluation:
         count = self.graph.num_nodes if not self.timed else len(self.examples[part].nodes)
         h = torch.zeros(count, 1)
         names = self.common.columns
-        found = {names[j]: self(Baseline(j), h, part, ranks) for j in range(len(names))}
+        found = {name: self(Baseline(j), h, part, ranks) for j, name in enumerate(names)}
         return {name: scores for name, scores in found.items() if scores}
 
-    def features(self, examples, source, destination):
-        """Compute the features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast -> [..., columns]."""
+    @torch.no_grad()
+    def logits(self, scorer, h, pairs, examples=None):
+        """Score pairs int64 [n, 2] of nodes, as of the end of time, or of `examples` -> logits [n]. h: [V, D] or, of examples with
+        times, as for a call; all in host memory."""
+        logits = [h.new_zeros(0)]
+        for part in pairs.split(1 << 16):
+            source, destination = part.unbind(1)
+            features = self._features(scorer, examples, source, destination)
+            logits.append(scorer(h[source], h[destination], features))
+        return torch.cat(logits)
+
+    def _features(self, scorer, examples, source, destination):
+        """Compute the features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast -> [..., columns];
+        None for a scorer that takes none."""
+        if not scorer.columns:
+            return None
         pairs = torch.stack(torch.broadcast_tensors(source, destination), -1)
         times = None
         if self.timed and examples:  # else as of the end of time
@@ -418,20 +426,24 @@ class Evaluation:
             pairs = examples.nodes[pairs]
         return self.common.pair_features(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
 
-    def _ranks(self, scorer, h, pairs, others, features):
+    def _against_all(self, scorer, h, source):
+        """Score every node as a destination of source [n] -> logits [n, V]."""
+        features = self.common.against_all(source) if scorer.columns else None
+        return scorer.against_all(h[source], h, features)
+
+    def _ranks(self, scorer, h, pairs, others, examples):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
         width = self.graph.num_nodes if others is None else others.shape[1]
         if others is not None or scorer.kind == "mlp":
             width *= h.shape[1]
-        elif features:
+        elif scorer.columns:
             width *= len(self.common.columns)
         places = [h.new_zeros(0)]
         for rows in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
             source, destination = pairs[rows].unbind(1)
             destination = destination.unsqueeze(1)
             if others is None:
-                pair_features = self.common.against_all(source) if features else None
-                scores = scorer.against_all(h[source], h, pair_features)
+                scores = self._against_all(scorer, h, source)
                 sums = scores.sum(1)
                 positive = scores.gather(1, destination)
                 scores[left_out(self.lists, source)] = -torch.inf
@@ -442,8 +454,8 @@ class Evaluation:
                 scores.scatter_(1, destination, -torch.inf)
             else:  # in one product: another would round the scores of equal embeddings otherwise
                 both = torch.cat([destination, others[rows]], 1)
-                pair_features = features(source.unsqueeze(1), both) if features else None
-                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), pair_features)
+                features = self._features(scorer, examples, source.unsqueeze(1), both)
+                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), features)
                 sums = scores.sum(1)
                 positive = scores[:, :1]
                 scores = scores[:, 1:]
@@ -469,8 +481,7 @@ class Evaluation:
             low, first = firsts[0].tolist()
             high, end = ends[0].tolist()
             for source in torch.arange(low, high).split(max(1, CHUNK // width)):
-                features = self.common.against_all(source) if scorer.columns else None
-                scores = scorer.against_all(h[source], h, features)
+                scores = self._against_all(scorer, h, source)
                 check_scores(scores)
                 scores[left_out(lists, source)] = -torch.inf
                 scores, nodes = scores[:, first:end].topk(min(k, end - first))
@@ -487,15 +498,3 @@ def left_out(lists, source):
     counts = indptr.diff()[source]
     neighbours = destinations[expand(indptr[source], counts)].long()
     return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([neighbours, source])
-
-
-@torch.no_grad()
-def score_pairs(scorer, h, pairs, features=None):
-    """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory. features: function(source,
-    destination) of int64 [n] -> [n, columns], if the scorer takes them."""
-    logits = [h.new_zeros(0)]
-    for part in pairs.split(1 << 16):
-        source, destination = part.unbind(1)
-        pair_features = features(source, destination) if features else None
-        logits.append(scorer(h[source], h[destination], pair_features))
-    return torch.cat(logits)
