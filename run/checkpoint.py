@@ -95,7 +95,6 @@ def described_run(run):
     graph = {
         **{name: store.meta.get(name, 0) for name in run.task.widths},
         **names_of(store),
-        "feature_names": store.feature_names,
         "kept_as": store.kept_as,
         "several": run.task.several,
         "times": None,
@@ -122,8 +121,13 @@ def claimed(path):
 
 
 def names_of(store):
-    """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
-    return {"edge_types": store.meta.get("edge_types"), "classes": store.class_names}
+    """Return {"edge_types": names, "classes": names, "feature_names": names} of a store, in the order of their numbers; None
+    without names."""
+    return {
+        "edge_types": store.meta.get("edge_types"),
+        "classes": store.class_names,
+        "feature_names": store.feature_names,
+    }
 
 
 def digests(store):

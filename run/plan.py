@@ -16,7 +16,6 @@ from extras import PLACES, STEPS, extra, lacking, present
 from features import MODES, ask, stored
 from model import SAGEConv
 from run.kinds import SAMPLERS
-from run.own_model import conv_of
 
 CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
 MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
@@ -113,8 +112,11 @@ def placements(
     # activations; weights, gradients, Adam's two moments
     compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
     compute += 16 * learned * hidden
-    ahead = {m: batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
-    held = {m: 1 + 2 * bool(split and m in MODES[2:]) + ahead[m] for m in MODES}
+    held = {}
+    for mode in MODES:
+        held[mode] = 1 + batches_ahead(mode, cores, sample_threads, prefetch)[1]
+        if split and mode in MODES[2:]:
+            held[mode] += 2
     batch = nodes[-1] * F * store.features.dtype.itemsize + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
@@ -162,7 +164,7 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
 
     Args:
         gpus: GPUs of this machine to use, one process each; 0: `procs` processes train on CPU.
-        free_gpu: free bytes of the fullest GPU; None: there is none. free_host: free bytes of host memory.
+        free_gpu: free bytes of the fullest GPU; None or 0: there is none. free_host: free bytes of host memory.
         sizes: see `placements`.
     """
     ranks = gpus or procs
@@ -175,7 +177,7 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
     seeds = range(1, len(store.split["train"]) + 1)
     modes = {}
     size = readable_size
-    on_gpu = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
+    on_gpu = f"of {size(free_gpu)} free" if free_gpu else "(no GPU here)"
     for mode, p in placements(store, **sizes).items():
         sized = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
         largest = bisect.bisect_left(seeds, True, key=lambda n: not sized(n).fits(*room))
@@ -219,14 +221,12 @@ def choose_mode(store, gpus=0, mode="auto", **options):
 def memory_options(ranks, flags, task, used):
     """Return the keyword arguments of `estimate`. What is free, and the cores, are the least of all
     ranks: they have to choose the same mode."""
-    free_gpu = flags.free_gpu
-    if free_gpu is None:
-        free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
+    free_gpu = flags.free_gpu or (torch.cuda.mem_get_info()[0] if ranks.gpus else 0)
     mine = free_gpu, free_host_bytes(), torch.get_num_threads()
     free_gpu, free_host, cores = map(min, zip(*ranks.gather(mine)))
     return {
         "procs": ranks.local_world,
-        "free_gpu": free_gpu or None,
+        "free_gpu": free_gpu,
         "free_host": free_host,
         **sizes(flags, task, used, cores),
     }
@@ -252,10 +252,9 @@ def memory_lines(ranks, flags, task, used):
     features = sum(size for name, size in disk.items() if name.startswith("features."))
     graph = sum(disk.values()) - features
     lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
-    arrays = modes["pinned-cuda"].placement.shared
+    arrays = graph + features
     if store.part:
         lines["on disk"] += f": {extra('.parts').described_part(store)}"
-        arrays = graph + features
     for mode, fit in modes.items():
         lines[mode] = fit.line
         if fit.largest_batch:
@@ -336,7 +335,7 @@ def averages_in_place(args, store, *dtypes):
         kinds.add(torch.int8)
     if store.node_types or args.edge_features or args.input_dropout or args.mode == "pinned-cuda":
         return False
-    return conv_of(args.model) is SAGEConv and kinds.issuperset(dtypes)
+    return args.conv is SAGEConv and kinds.issuperset(dtypes)
 
 
 def counted(args, task, used):

@@ -84,19 +84,18 @@ def write_table(path, chunks):
     import pyarrow.parquet
 
     library = pyarrow.csv.CSVWriter if path.endswith(".csv") else pyarrow.parquet.ParquetWriter
-    count, columns = 0, []
+    first = pyarrow.table(next(chunks))
+    count = 0
 
     def write(file):
-        nonlocal count, columns
-        first = pyarrow.table(next(chunks))
-        columns = first.column_names
+        nonlocal count
         with library(file, first.schema) as writer:
             for chunk in chain([first], map(pyarrow.table, chunks)):
                 writer.write_table(chunk)
                 count += len(chunk)
 
     write_whole(path, write)
-    return count, columns
+    return count, first.column_names
 
 
 class Report:
@@ -417,11 +416,6 @@ def best_line(plan, start, epoch, score):
     last = plan.trains and 10 * epoch > 9 * epochs
     more = "; it is among the last, more --epochs may help" * last
     return f"best    weights of epoch {epoch} of {epochs}: valid {score}{more}"
-
-
-def kept_line(plan):
-    """Format the line that says how to use the checkpoint that a run has written."""
-    return f"wrote {plan.checkpoint}; --resume {plan.checkpoint} --predict FILE.npy uses it"
 
 
 def exchange(parallel):
