@@ -240,7 +240,7 @@ def flags(kinds):
                 "edges seen: at: to a seed's time, before: earlier, off: all (default: at; links off)",
             ),
             window=kinds.fixed(
-                kinds.TIME,
+                kinds.parsed_by(kinds.positive(int, below=2**63), "N"),
                 None,
                 "seeds see only edges of the last N (dates: microseconds; default: all)",
                 needs=[edge_times],

@@ -53,11 +53,9 @@ from run.flags import (
     make_parser,
     model_or_default,
     parsed,
-    spelled,
-    text_of,
     unused,
 )
-from run.kinds import ON_OFF
+from run.kinds import ON_OFF, spelled, text_of
 from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
@@ -345,7 +343,7 @@ def common_state(ranks, flags):
     common["--model"] = flags.model.rpartition(":")[2]
     common = {name: ".npz" if value.endswith(".npz") else value for name, value in common.items()}
     files = "predict", "pairs", "gpus"
-    common |= {f"--{name}": bool(getattr(flags, name, None)) for name in files}
+    common |= {f"--{name}": bool(getattr(flags, name)) for name in files}
     check_same(ranks, common | {"training": flags.trains})
     return state, path, flags
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from extras import LAYERS, MODELS, RULES, lacking, present
 from model import CONVS
-from run.own_model import words_of
 from sampler import UNIFORM
 
 present(LAYERS)  # `CONVS` knows the layers of modules that are imported
@@ -111,14 +110,7 @@ SWITCH = {"action": "store_true"}
 ON_OFF = {"action": argparse.BooleanOptionalAction}  # --flag and --no-flag
 COUNT = parsed_by(positive(int), "N")
 COUNT_OR_0 = parsed_by(positive(int, zero=True), "N")
-SEED = parsed_by(positive(int, zero=True, below=2**63), "N")
-TIME = parsed_by(positive(int, below=2**63), "N")
-RATE = parsed_by(positive(float), "RATE")
-NORM = parsed_by(positive(float), "NORM")
-NUMBER = parsed_by(positive(float, zero=True), "X")
 PROBABILITY = parsed_by(positive(float, zero=True, below=1), "P")
-MODEL_ARGS = parsed_by(words_of, "A=1,B=x")
-FANOUT = parsed_by(fanout, "15,10,5")
 SIZE = parsed_by(size, "4GiB")
 
 
