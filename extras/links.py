@@ -46,6 +46,7 @@ from tasks.task import (
     described,
     gnn,
     in_chunks,
+    node_columns,
     numbered_columns,
     open_graph,
     rows_of_nodes,
@@ -376,15 +377,11 @@ class LinkTask(Task):
         of the nodes, if they have any, their names or, without names, numbers within the type, and scores [n]. h: [V, D]."""
         names = self.store.node_names()
         names = names and as_stored(self.store, names)
-        types = np.array([*self.store.node_types])
-        ends = self.evaluation.negatives.ends
         for *pairs, scores in self.evaluation.best(run.model.scorer, h, run.plan.top):
             table = {}
             for column, nodes in zip(("source", "destination"), pairs):
-                kind = torch.bucketize(nodes, ends[1:], right=True)
-                if len(types):
-                    table[f"{column}_type"] = types[kind]
-                table[column] = (nodes - ends[kind]).numpy() if names is None else names[nodes]
+                some = None if names is None else names[nodes]
+                table |= node_columns(self.store, f"{column}_type", column, nodes.numpy(), some)
             yield {**table, "score": scores.numpy()}
 
     def rows_of_pairs(self, scores):

@@ -71,11 +71,10 @@ def save_checkpoint(run, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0, to --checkpoint."""
     plan = run.plan
     described = described_run(run)
-    files = {"path": str(run.store.path), "files": digests(run.store)}
+    described["graph"] |= {"path": str(run.store.path), "files": digests(run.store)}
     state = {
-        "flags": described["flags"],
+        **described,
         "total_batch": plan.total_batch,
-        "graph": described["graph"] | files,
         "model": run.model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,
@@ -282,13 +281,13 @@ def adopted(flags, state, path):
     """Return flags with the checkpoint's values of those that were not typed; other values of `fixed` ones are refused."""
     saved = state["flags"]
     values = {name: value for name, value in saved.items() if name not in flags.typed}
-    fixed = {*(declared("fixed", "per_graph") if flags.trains else declared("fixed"))}
-    # refused later, with a better reason
-    fixed.difference_update(unused(TASKS[saved["task"]]))
-    for name in sorted(fixed, key=[*FLAGS].index):
+    # flags of other tasks are refused later, with a better reason
+    idle = unused(TASKS[saved["task"]])
+    for name in declared("fixed", *["per_graph"] * flags.trains):
         here = getattr(flags, name)
         was = saved[name]
-        if name in flags.typed and here != was and not (is_own(here) and is_own(was)):
+        differs = here != was and not (is_own(here) and is_own(was))
+        if name in flags.typed and name not in idle and differs:
             raise StoreError(
                 f"checkpoint {path} was made with {spelled(name)} {text_of(was)}, this run has {text_of(here)}"
             )
@@ -336,7 +335,7 @@ def common_state(ranks, flags):
         flags = adopted(flags, state, path)
     common = {
         spelled(name): text_of(getattr(flags, name))
-        for name in sorted(declared("fixed", "per_graph", "kept", "alike"))
+        for name in declared("fixed", "per_graph", "kept", "alike")
     }
     # files may lie in another folder; what is in them is compared with the data
     del common["--dataset"]
@@ -432,9 +431,10 @@ def tell_trained(task, plan, state, files):
         why = why or other and "other pairs are held out"
     elif state["trained"] is None:  # an early checkpoint
         return ""
-    elif NAMES in {**was, **files}:
-        one = NAMES not in was or NAMES not in files
-        why = "only one of the two graphs has names of nodes" if one else ""
+    elif NAMES in was and NAMES in files:
+        why = ""
+    elif NAMES in was or NAMES in files:
+        why = "only one of the two graphs has names of nodes"
     if not why:
         task.trained = state["trained"]
         return ""

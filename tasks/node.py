@@ -10,7 +10,7 @@ from disk.files import StoreError, read_meta
 from extras import extra
 from sources.splits import choose_split, split_of
 from tasks.metrics import ERRORS, METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
-from tasks.task import Task, described, gnn, names_of_nodes, open_graph, rows_of_nodes
+from tasks.task import Task, described, gnn, open_graph, rows_of_nodes
 
 
 def hash_of(name):
@@ -88,7 +88,7 @@ class NodeTask(Task):
 
     def keys(self, ids):
         """Return the ids or, of nodes with names, hashes of these."""
-        names = names_of_nodes(self.store)
+        names = self.store.each_name()
         if names is None:
             return ids
         wanted = torch.zeros(self.store.num_nodes, dtype=torch.bool)

@@ -209,12 +209,6 @@ def in_chunks(count, width):
         yield slice(first, min(first + step, count))
 
 
-def names_of_nodes(store):
-    """Yield the names of the nodes, in order; None without names."""
-    record = store.meta["files"].get(NAMES)
-    return extra(".names", "names of nodes").read(store.path, record) if record else None
-
-
 def as_stored(store, names):
     """Convert names of nodes of a store, a list of text, to an array, int64 if they were integers."""
     return np.array(names, store.meta["files"][NAMES]["dtype"])
@@ -223,19 +217,23 @@ def as_stored(store, names):
 def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
-    names = names_of_nodes(store)
-    types = np.array([*store.node_types])
-    ends = np.cumsum([count for count, _ in store.node_types.values()])
+    names = store.each_name()
     for rows in in_chunks(*outputs.shape):
-        node = np.arange(rows.start, rows.stop)
-        table = {}
-        if len(types):
-            kind = np.searchsorted(ends, node, side="right")
-            table["type"] = types[kind]
-            node = node - np.array([0, *ends])[kind]
-        if names:
-            node = as_stored(store, [*islice(names, len(node))])
-        yield {**table, "node": node, **columns(outputs[rows])}
+        nodes = np.arange(rows.start, rows.stop)
+        some = names and as_stored(store, [*islice(names, len(nodes))])
+        yield {**node_columns(store, "type", "node", nodes, some), **columns(outputs[rows])}
+
+
+def node_columns(store, type, name, nodes, names):
+    """Return columns of a table that say which nodes [n] are meant, {type: [n], name: [n]}: their types, if nodes have any,
+    and their names or, if these are None, numbers within the types."""
+    table = {}
+    if store.node_types:
+        starts = np.cumsum([0, *(count for count, _ in store.node_types.values())])
+        kind = np.searchsorted(starts, nodes, side="right") - 1
+        table[type] = np.array([*store.node_types])[kind]
+        nodes = nodes - starts[kind]
+    return {**table, name: nodes if names is None else names}
 
 
 def numbered_columns(rows):
