@@ -105,18 +105,16 @@ def placements(
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
     learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
-    row_bytes = F * stored(store.features).dtype.itemsize
     nodes, edges = _largest_hops(V, M, fanout, batch_size)
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
-    layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
     # activations; weights, gradients, Adam's two moments
-    compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
-    compute += 16 * learned * hidden
+    compute = 16 * learned * hidden
+    for n, a, b in zip(nodes[-2::-1], widths, widths[1:]):  # of each layer, outermost first
+        compute += 8 * n * ((1 + types) * a + 3 * b) + 32 * a * b
     held = {}
     for mode in MODES:
-        held[mode] = 1 + batches_ahead(mode, cores, sample_threads, prefetch)[1]
-        if split and mode in MODES[2:]:
-            held[mode] += 2
+        more = 3 if split and mode in MODES[2:] else 1
+        held[mode] = more + batches_ahead(mode, cores, sample_threads, prefetch)[1]
     batch = nodes[-1] * F * store.features.dtype.itemsize + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
@@ -125,7 +123,7 @@ def placements(
     read = [name for name, column in COLUMNS.items() if not column.asked]
     columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *read)]
     graph = sum(column.nbytes for column in columns if column is not None)
-    table = row_bytes * store.features.shape[0]
+    table = F * stored(store.features).dtype.itemsize * store.features.shape[0]
     step = {mode: count * batch + compute for mode, count in held.items()}
 
     def tables(mode):
