@@ -156,7 +156,7 @@ class Links:
         rows = y.clamp(min=0)
         source = h.index_select(0, rows[:, 0]).unsqueeze(1)  # [P, 1, D]
         others = h.index_select(0, rows[:, 1:].flatten())
-        others = others.view(len(y), y.shape[1] - 1, h.shape[1])  # [P, 1 + K, D]
+        others = others.unflatten(0, (len(y), 1 + self.count))  # [P, 1 + K, D]
         logits = scorer(source, others, features)  # [P, 1 + K]
         if self.softmax:
             first = y[:, 0].clamp(max=0)

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from disk.files import SPLITS, StoreError
 from extras import number_before
-from extras.common_neighbours import CommonNeighbours, destinations_of
+from extras.common_neighbours import CommonNeighbours, chunks_of, destinations_of
 from extras.edge_split import HELD_OUT, Edges
 from native import kernels
 from sampler import expand, mix, random_bits
@@ -156,10 +156,9 @@ class Negatives:
         full = degree >= end - first - 1
         hubs = full.nonzero().squeeze(1)
         counts = (end - first)[hubs]
-        parts = ((counts.cumsum(0) - 1) // CHUNK).bincount().tolist()
-        for some, sizes in zip(hubs.split(parts), counts.split(parts)):
-            hub = some.repeat_interleave(sizes)
-            free = ~self._bad(source[hub], expand(first[some], sizes))
+        for part in chunks_of(counts, CHUNK):
+            hub = hubs[part].repeat_interleave(counts[part])
+            free = ~self._bad(source[hub], expand(first[hubs[part]], counts[part]))
             full[hub[free]] = False
         return full[which]
 

@@ -74,8 +74,6 @@ class RGCNConv(Conv, name="rgcn"):
         if model.fused and model.fused.is_gpu(near.messages.device) and near.types is not None:
             return out + self.without_waiting(near)
         group, counts, indices = self._grouped(near.indptr, near.indices, near.types)
-        dst = group // R
-        kinds = group % R
         few = 2 * len(group) < S * R
         if self.averages and self.coefficients is None and R <= LOOPED and few:
             maps = [(weight.t(), None) for weight in self.weight]
@@ -83,8 +81,8 @@ class RGCNConv(Conv, name="rgcn"):
                 out.clone(),
                 [near.messages],
                 [maps],
-                dst=dst,
-                kinds=kinds,
+                dst=group // R,
+                kinds=group % R,
                 counts=counts,
                 indices=indices,
             )
@@ -118,8 +116,7 @@ class RGCNConv(Conv, name="rgcn"):
         """Return W_r of all types [R, F, D]."""
         if self.coefficients is None:
             return self.weight
-        shape = self.num_types, *self.weight.shape[1:]
-        return (self.coefficients @ self.weight.flatten(1)).view(shape)
+        return torch.tensordot(self.coefficients, self.weight, 1)
 
     def without_waiting(self, near):
         """Compute sum_r W_r mean_r(h_u) -> [S, D], while the host does not wait for a GPU, in shapes that follow from those
@@ -162,9 +159,9 @@ class RGCNConv(Conv, name="rgcn"):
         R = self.num_types
         K = len(tables)
         sources = rows[block.indices].to(block.indices.dtype)
-        source_kinds = kinds[block.indices]
-        edges = block.indptr, sources, block.edge_type
-        group, counts, sources = self._grouped(*edges, source_kinds, K)
+        group, counts, sources = self._grouped(
+            block.indptr, sources, block.edge_type, kinds[block.indices], K
+        )
         type_of_group = group // K
         if bool((type_of_group[1:] == type_of_group[:-1]).any()):
             return None
@@ -192,13 +189,16 @@ class RGCNConv(Conv, name="rgcn"):
         """Group each destination's edges by type and one of K kinds [E] -> ((destination * R + type) * K + kind of each
         group [G], int64, ascending; its number of edges [G]; indices, group by group)."""
         if types is None:
-            instead = "give it to the sampler, or types to inference"
-            raise ValueError(f"blocks have no edge_type: {instead}")
+            raise ValueError(
+                "blocks have no edge_type: give it to the sampler, or types to inference"
+            )
         R = self.num_types
         types = types.long()
         if bool(((types < 0) | (types >= R)).any()):
-            has = f"a block has types {int(types.min())} to {int(types.max())}"
-            raise IndexError(f"{has}, the layer knows 0 to {R - 1}, as num_types is {R}")
+            raise IndexError(
+                f"a block has types {int(types.min())} to {int(types.max())}, "
+                f"the layer knows 0 to {R - 1}, as num_types is {R}"
+            )
         group = (edge_dst(indptr, indices) * R + types) * K + kinds
         if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
             group, place = group.sort(stable=True)
