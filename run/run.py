@@ -144,7 +144,7 @@ class Run:
 
     def __post_init__(self):
         self.store = self.task.store
-        self.custom = self.plan.conv is None
+        self.custom = own_model.conv_of(self.plan.model) is None
         self.by_layers = layerwise(self.model) and self.used.times is None
         if self.custom and getattr(self.model, "target_scale", None):
             self.by_layers = is_gnn(self.model)  # which scales its outputs
