@@ -375,10 +375,7 @@ def check_graph(ranks, state, path, plan, task):
     graph = state["graph"]
     with reading(f"checkpoint {path}"):
         check_widths(task, plan, graph, path)
-        numbers = numbers_of_types(ranks, task, plan, graph, path)
-        if store.feature_names or graph["feature_names"]:
-            names = extra(".names", f"{path} or {store.path} with names of columns")
-            names.name_features(ranks, store, graph["feature_names"], path)
+        numbers = match_names(ranks, task, plan, graph, path)
         here = store.kept_as
         if graph["kept_as"] not in (None, here):
             ranks.say(
@@ -467,34 +464,40 @@ def check_widths(task, plan, graph, path):
         task.several = bool(was)
 
 
-def numbers_of_types(ranks, task, plan, graph, path):
-    """Match names of edge types and classes with those of the graph of the checkpoint at `path` -> numbers [T] of the
-    edge types there, or None if they are the same. StoreError for other names, or to train with another order."""
+def match_names(ranks, task, plan, graph, path):
+    """Match names of edge types, classes and features with those of the graph of the checkpoint at `path`, and put the columns
+    of features into the order there -> numbers [T] of the edge types there, or None if they are the same. StoreError for other
+    names, for classes in another order, and to train with edge types in another order."""
     store = task.store
     compared = task.compared(plan)
     numbers = None
     for name, here in names_of(store).items():
         was = graph[name]
-        noun = name.replace("_", " ")
-        if not (f"num_{name}" in compared or name == "edge_types" and plan.conv is None):
+        noun = name.replace("feature_names", "features").replace("_", " ")
+        of_own_model = name == "edge_types" and plan.conv is None
+        if not (f"num_{name}" in compared or name == "feature_names" or of_own_model):
             continue
         if not (here and was):
-            if (here or was) and store.labelled:
+            if (here or was) and (store.labelled or name != "classes"):
                 lacks = f"{store.path} has" if was else "the checkpoint has"
                 ranks.say(f"data    {noun} go by number: {lacks} no names of them")
             continue
         if was[: len(here)] == here:
             continue
-        if plan.trains or name != "edge_types" or {*here} - {*was}:
-            has = "; ".join(here)[:300]
-            if {*here} == {*was}:
-                has = "them in another order"
+        others = sorted({*here} - {*was})
+        by_name = name == "feature_names" or name == "edge_types" and not plan.trains
+        if others or not by_name:
             raise StoreError(
                 f"checkpoint {path} was trained on a graph whose {noun} are {'; '.join(was)[:300]}; "
-                f"{store.path} has {has}"
+                f"{store.path} has {'; '.join(others)[:300] or 'them in another order'}"
             )
-        ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
-        numbers = torch.tensor([was.index(kind) for kind in here])
+        ranks.say(
+            f"data    {store.path} has the {noun} of {path} in another order: they go by name"
+        )
+        if name == "edge_types":
+            numbers = torch.tensor([was.index(kind) for kind in here])
+        else:
+            store.take_columns(was)
     return numbers
 
 

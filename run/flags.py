@@ -464,8 +464,7 @@ class Flags(Typed):
 
     def values(self):
         """Return {name: value}, without what is not on the command line."""
-        others = ("typed", "run", "turn")
-        return {name: value for name, value in vars(self).items() if name not in others}
+        return {n: v for n, v in vars(self).items() if n not in ("typed", "run", "turn")}
 
 
 def unused(task):

@@ -159,7 +159,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     ),
     "names": (
         "extras/names.py",
-        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures|name_features",
+        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures",
     ),
     "memory plan": (
         "run/plan.py",
