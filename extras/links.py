@@ -83,9 +83,8 @@ class Links:
         # ~2 is no step: the sampler's key of a hop is mix(mix(mix(seed) ^ step) ^ hop)
         self.key = mix(mix(seed) ^ ~2)
         self.pairs = graph.pairs["train"].to(indices.device)
-        self.times = None
-        if graph.pair_times is not None:
-            self.times = graph.pair_times["train"].to(indices.device)
+        times = graph.pair_times
+        self.times = times and times["train"].to(indices.device)
         self.edges = common.edges if common else Edges(indptr, indices)
         self.negatives = Negatives(
             self.edges if checked else None,
@@ -213,7 +212,8 @@ class LinkTask(Task):
         store = open_graph(args, path, say)
         edge_type = None if args.edge_type is None else number_of_type(store, args.edge_type)
         file = args.edge_split if args.edge_split.endswith(".npz") else None
-        if NAMES in store.meta["files"] and (file or args.pairs):
+        files = store.meta["files"]
+        if NAMES in files and (file or args.pairs):
             say(f"names   files of pairs hold names of nodes, those of {NAMES}")
         graph = split_edges(
             store,
@@ -223,7 +223,6 @@ class LinkTask(Task):
             edge_type=edge_type,
             say=say,
         )
-        files = store.meta["files"]
         if file:  # part of what identifies the data of a checkpoint
             files = {**files, file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
         # outputs are embeddings
@@ -236,8 +235,9 @@ class LinkTask(Task):
             say_empty_parts(self.store.split, "edges", say)
         self.metric = args.metric or self.metrics[0]
         historical = args.eval_negatives == "historical"
-        strict = args.temporal == "before"
-        self.evaluation = Evaluation(self.store, strict, historical, args.top or 10)
+        self.evaluation = Evaluation(
+            self.store, args.temporal == "before", historical, args.top or 10
+        )
         if historical:
             say(
                 "ranks   against nodes to which the source had an edge before; of fewer than 100 the others are random"

@@ -354,13 +354,12 @@ class Evaluation:
         row = found.nonzero()[:, 0]
         nodes = trained[order, 1][start[row] + place[found]]
         common = self.common
-        dropped = common.edges.any_of(
+        kept = ~common.edges.any_of(
             source[row], nodes, lambda places, i: common.times[places] == times[row[i]]
         )
         first, end = (ids[row] for ids in self.negatives.same_type(pairs[:, 1]))
-        dropped |= (nodes < first) | (nodes >= end)
-        earlier = others.masked_scatter(found, nodes)
-        return torch.where(found.masked_scatter(found, ~dropped), earlier, others)
+        kept &= (nodes >= first) & (nodes < end)
+        return others.masked_scatter(found.masked_scatter(found, kept), nodes[kept])
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
@@ -394,7 +393,7 @@ class Evaluation:
         by_source = at_k(self.k, place[ranked], queries[ranked]) if ranked.any() else {}
         return ranking(place[ranked]) | by_name | by_source
 
-    def baselines(self, part, ranks=None):
+    def baselines(self, part, ranks):
         """Evaluate the columns of `common` as scorers -> {name: {metric: value}}, or {} without pairs."""
         count = self.graph.num_nodes if not self.timed else len(self.examples[part].nodes)
         h = torch.zeros(count, 1)

@@ -39,7 +39,7 @@ class Clock:
         self.events = []
         self.zero = time.perf_counter()
         self.traced = torch.autograd.profiler._is_profiler_enabled
-        self.first = self.mark() if cuda else None
+        self.first = cuda and self.mark()
 
     def mark(self):
         """Record an event on the current stream -> the event."""
@@ -70,7 +70,6 @@ class Clock:
             torch.cuda.synchronize()
         at = lambda event: self.first.elapsed_time(event) / 1e3  # noqa: E731
         self.laps += [(stage, at(start), at(end), "GPU") for stage, start, end in self.events]
-        self.events = []
         sums = dict.fromkeys(STAGES, 0)
         for stage, start, end, _ in self.laps:
             sums[stage] += end - start

@@ -166,9 +166,13 @@ class Task:
     def output(self, run, network, batch, key):
         """Run the network on a batch -> logits [S, C] of the seeds, or embeddings [S, D]."""
         if is_gnn(run.model):
-            first = run.ring.first_hop
-            edges = batch.edges or None
-            return network(batch.blocks, batch.x, key=key, aggregated=first, edges=edges)
+            return network(
+                batch.blocks,
+                batch.x,
+                key=key,
+                aggregated=run.ring.first_hop,
+                edges=batch.edges or None,
+            )
         # of another function, `embeddings`, any width
         width = self.store.num_classes if isinstance(network, torch.nn.Module) else None
         return output_of_own(width, network, batch)
@@ -244,8 +248,9 @@ def numbered_columns(rows):
 def gnn(args, widths, out_dim, target_scale=None):
     """Build the GNN that the flags describe. target_scale: as for `GNN`."""
     conv = args.conv
-    names = "hidden num_layers heads dropout input_dropout norm residual".split()
-    options = {name: getattr(args, name) for name in names}
+    options = {}
+    for name in "hidden num_layers heads dropout input_dropout norm residual".split():
+        options[name] = getattr(args, name)
     if conv.uses_types:
         options["num_types"] = widths["num_edge_types"]
         options["bases"] = args.bases
