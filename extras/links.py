@@ -33,6 +33,7 @@ from extras.edge_split import (
     counts_of,
     split_edges,
     split_type,
+    there_since,
     view_of,
 )
 from extras.ranking import Evaluation, Negatives, Scorer, at_times, distinct
@@ -323,7 +324,7 @@ class LinkTask(Task):
         common = self.evaluation.common
         if indices.device.type == "cpu":
             return common
-        times = self.store.edge_time.to(indices.device) if self.evaluation.timed else None
+        times = there_since(self.store).to(indices.device) if self.evaluation.timed else None
         return CommonNeighbours(Edges(indptr, indices), times, common.strict)
 
     def loss(self, network, output, y):

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from disk.files import SPLITS, StoreError
 from extras import number_before
 from extras.common_neighbours import CommonNeighbours, chunks_of, destinations_of
-from extras.edge_split import HELD_OUT, Edges
+from extras.edge_split import HELD_OUT, Edges, there_since
 from native import kernels
 from sampler import expand, mix, random_bits
 from tasks.metrics import METRICS, at_k, check_scores, metrics_with, ranking
@@ -301,7 +301,7 @@ class Evaluation:
         self.k = k
         self.timed = graph.pair_times is not None
         self.common = CommonNeighbours(
-            Edges(graph.indptr, graph.indices), graph.edge_time if self.timed else None, strict
+            Edges(graph.indptr, graph.indices), there_since(graph) if self.timed else None, strict
         )
         self.negatives = Negatives(graph.known_edges, graph.num_nodes, counts=graph.node_counts)
         self.historical = historical

@@ -539,24 +539,31 @@ def _timed_links(folder, nodes=200, edges=1200, **changes):
     return _link_graph(folder, nodes, edges, edge_time=times, **changes)
 
 
-@pytest.mark.parametrize("times_of", ["edges", "edges of types", "nodes"])
+@pytest.mark.parametrize("times_of", ["edges", "edges of types", "nodes", "nodes, both ways"])
 def test_a_pair_has_the_time_of_its_first_edge_or_of_the_later_of_its_nodes(times_of, tmp_path):
-    """Lists of edges are by type, then time."""
+    """Lists of edges are by type, then time. What the scorer knows of a destination holds nothing of the pair's own edges."""
     rng, sizes = np.random.default_rng(5), dict(nodes=40, edges=500)
-    if times_of == "nodes":
-        kinds, choose = {"node_time": rng.integers(0, 500, 40)}, max
-        graph = _link_graph(tmp_path, **sizes, **kinds, symmetrize=False)
+    if "nodes" in times_of:
+        kinds = {"node_time": rng.integers(0, 500, 40), "symmetrize": "both" in times_of}
+        graph = _link_graph(tmp_path, **sizes, **kinds)
+        known = {frozenset(pair): kinds["node_time"][[*pair]].max() for pair in _pairs_of(graph)}
     else:
-        kinds, choose = {"edge_type": np.arange(520) % 3} if "types" in times_of else {}, min
+        kinds = {"edge_type": np.arange(520) % 3} if "types" in times_of else {}
         graph = _timed_links(tmp_path, **sizes, **kinds, symmetrize=not kinds)
         graph.edge_time = graph.edge_time.where(graph.edge_time < 450, 2**63 - 1)
-    known = {}
-    for pair, when in zip(map(frozenset, _pairs_of(graph)), graph.edge_time.tolist()):
-        known[pair] = choose(when, known.get(pair, when))
+        known = {}
+        for pair, when in zip(map(frozenset, _pairs_of(graph)), graph.edge_time.tolist()):
+            known[pair] = min(when, known.get(pair, when))
     for how in ("70/20/10", "time:70/20/10"):
         view = link.split_edges(graph, how, seed=3, timed=True)
         for part, pairs in view.pairs.items():
             assert view.pair_times[part].tolist() == [known[frozenset(p)] for p in pairs.tolist()]
+    pairs, times = view.pairs["train"][::9], view.pair_times["train"][::9]
+    found = link.Evaluation(view).common.pair_features(pairs, times)[:, 4:]
+    for pair, when, columns in zip(pairs.split(1), times.split(1), found):
+        without = edge_split.without_edges(view, edge_split.edges_of(view, None), pair)
+        without = link.Evaluation(without).common.pair_features(pair, when)[0, 4:]
+        assert torch.allclose(columns, without)
     # the last view is split by that time: no pair that is predicted is earlier than one that is learnt from
     train, valid, test = (view.pair_times[part] for part in ("train", "valid", "test"))
     assert train.max() <= valid.min() and valid.max() <= test.min()
