@@ -163,7 +163,6 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
         )
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
-    pairs = {part: pairs[part] for part in SPLITS}
     known = joined(edges, held)
     return view_of(
         messages,

@@ -154,11 +154,10 @@ class Negatives:
         source, first, end = ranges.unbind(1)
         degree = self.edges.sources.bincount(minlength=self.num_nodes)[source]
         full = degree >= end - first - 1
-        hubs = full.nonzero().squeeze(1)
-        counts = (end - first)[hubs]
+        counts = (end - first) * full
         for part in chunks_of(counts, CHUNK):
-            hub = hubs[part].repeat_interleave(counts[part])
-            free = ~self._bad(source[hub], expand(first[hubs[part]], counts[part]))
+            hub = part.repeat_interleave(counts[part])
+            free = ~self._bad(source[hub], expand(first[part], counts[part]))
             full[hub[free]] = False
         return full[which]
 
@@ -321,11 +320,11 @@ class Evaluation:
         key = mix(EVALUATION ^ SPLITS.index(part))
         random = self.negatives.pairs(mix(key), pairs)
         ranked = ~self.negatives.without(pairs)
-        if self.lists:
-            return Examples(pairs, random, None, ranked, queries)
-        numbers = ranked.nonzero().squeeze(1)
-        others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
-        others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
+        others = None
+        if not self.lists:
+            numbers = ranked.nonzero().squeeze(1)
+            others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
+            others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
         if not self.timed:
             return Examples(pairs, random, others, ranked, queries)
         if self.historical:

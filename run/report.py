@@ -18,7 +18,7 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk.files import SPLITS, StoreError, plural, readable_size, write_whole
+from disk.files import SPLITS, StoreError, listed, plural, readable_size, write_whole
 from extras import extra
 from run.kinds import spelled
 from tasks.metrics import METRICS, scores_line
@@ -243,8 +243,7 @@ class Report:
             print(f"wrote {path}: {values.dtype} {list(values.shape)}")
         else:
             count, columns = write_table(path, chunks)
-            more = ", ..." * (len(columns) > 6)
-            print(f"wrote {path}: {plural(count, 'row')} of {', '.join(columns[:6])}{more}")
+            print(f"wrote {path}: {plural(count, 'row')} of {listed(columns, 6)}")
 
     def results(self, figures):
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
