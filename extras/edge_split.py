@@ -6,14 +6,12 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.nn import functional as F
-
 from disk.columns import ALWAYS, EDGE_TIME, NAMES, NODE_TIME, OF_EDGES, node_ids
 from disk.convert import by_part, from_edge_index
 from disk.files import SPLITS, StoreError, reading
 from extras import number_before
 from native import kernels
-from sampler import DAMAGED, DamagedGraph, expand, mix, outside, random_bits
+from sampler import DAMAGED, DamagedGraph, expand, mix, outside, prefix_sum, random_bits
 
 HELD_OUT = SPLITS[1:]  # parts whose pairs carry no messages
 
@@ -221,7 +219,7 @@ def edges_of(graph, edge_type):
 
 def lists_of(graph, keep):
     """Select the edges of a graph where the mask keep [M] is True -> (indptr, indices)."""
-    return F.pad(keep.cumsum(0), (1, 0))[graph.indptr], graph.indices[keep]
+    return prefix_sum(keep)[graph.indptr], graph.indices[keep]
 
 
 def positives(edges, seed):
@@ -328,7 +326,7 @@ def check_types(name, pairs, store, edge_type):
         )
 
 
-def checked_pairs(name, pairs, store, edge_type=None):
+def checked_pairs(name, pairs, store, edge_type):
     """Look up the nodes of pairs [n, 2] -> int64 tensor [n, 2]; StoreError for another shape, dtype or an unknown node,
     and for ends that edges of the type do not join."""
     pairs = np.asarray(pairs)

@@ -42,11 +42,11 @@ from sampler import mix
 from sources.splits import say_empty_parts
 from tasks.metrics import METRICS, metrics_with
 from tasks.task import (
+    CHUNK,
     Task,
     as_stored,
     described,
     gnn,
-    in_chunks,
     node_columns,
     numbered_columns,
     open_graph,
@@ -387,7 +387,7 @@ class LinkTask(Task):
 
     def rows_of_pairs(self, scores):
         """Yield a table of --pairs in chunks, {column: values}: their nodes as in the file, and scores [n]."""
-        for rows in in_chunks(len(scores), 1):
+        for rows in torch.arange(len(scores)).split(CHUNK):
             source, destination = self.named[rows].T
             yield {"source": source, "destination": destination, "score": scores[rows].numpy()}
 

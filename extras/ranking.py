@@ -20,7 +20,7 @@ from extras import number_before
 from extras.common_neighbours import CommonNeighbours, chunks_of, destinations_of
 from extras.edge_split import HELD_OUT, Edges, there_since
 from native import kernels
-from sampler import expand, mix, random_bits
+from sampler import expand, mix, prefix_sum, random_bits
 from tasks.metrics import METRICS, at_k, check_scores, metrics_with, ranking
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
@@ -48,11 +48,11 @@ class Negatives:
     def __init__(self, edges, num_nodes, degrees=None, counts=None):
         self.edges = edges
         self.num_nodes = num_nodes
-        self.ends = torch.tensor([0, *(counts or [num_nodes])]).cumsum(0)
+        self.ends = prefix_sum(torch.tensor(counts or [num_nodes]))
         self.upto = None
         if degrees is not None:  # integers have the same sum on every device
             weights = (degrees.double().pow(0.75) * 1024).long()
-            self.upto = F.pad(weights.cumsum(0), (1, 0))
+            self.upto = prefix_sum(weights)
 
     def same_type(self, nodes):
         """Look up the range of ids of each node's type -> (first, end), int64 of the shape of nodes."""
@@ -175,7 +175,7 @@ def distinct(x):
     if not x.numel() or not kernels.is_gpu(x.device):
         return x.unique(return_inverse=True)
     ordered, order = x.flatten().sort()
-    rank = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
+    rank = prefix_sum(ordered[1:] != ordered[:-1])
     place = torch.empty_like(rank).scatter_(0, order, rank)
     return torch.zeros_like(ordered).scatter_(0, rank, ordered), place.view_as(x)
 

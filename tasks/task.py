@@ -206,13 +206,6 @@ def described(args, store):
     return features, f"{args.model}, {shape}", fanout
 
 
-def in_chunks(count, width):
-    """Yield slices of `count` rows of `width` numbers, CHUNK numbers at a time; an empty one without rows."""
-    step = max(1, CHUNK // width)
-    for first in range(0, max(count, 1), step):
-        yield slice(first, min(first + step, count))
-
-
 def as_stored(store, names):
     """Convert names of nodes of a store, a list of text, to an array, int64 if they were integers."""
     return np.array(names, store.meta["files"][NAMES]["dtype"])
@@ -222,10 +215,10 @@ def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
     names = store.each_name()
-    for rows in in_chunks(*outputs.shape):
-        nodes = np.arange(rows.start, rows.stop)
+    for nodes in torch.arange(len(outputs)).split(max(1, CHUNK // outputs.shape[1])):
         some = names and as_stored(store, [*islice(names, len(nodes))])
-        yield {**node_columns(store, "type", "node", nodes, some), **columns(outputs[rows])}
+        table = node_columns(store, "type", "node", nodes.numpy(), some)
+        yield {**table, **columns(outputs[nodes])}
 
 
 def node_columns(store, type, name, nodes, names):
