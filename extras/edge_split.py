@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
+
 from disk.columns import ALWAYS, EDGE_TIME, NAMES, NODE_TIME, OF_EDGES, node_ids
 from disk.convert import by_part, from_edge_index
 from disk.files import SPLITS, StoreError, reading

@@ -248,9 +248,9 @@ def memory_lines(ranks, flags, task, used):
     modes, best = estimate(store, flags.gpus, **options)
     disk = {name: record["bytes"] for name, record in store.meta["files"].items()}
     features = sum(size for name, size in disk.items() if name.startswith("features."))
-    arrays = sum(disk.values())
-    graph = readable_size(arrays - features)
-    lines = {"on disk": f"graph {graph}, features {readable_size(features)}"}
+    graph = sum(disk.values()) - features
+    lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
+    arrays = graph + features
     if store.part:
         lines["on disk"] += f": {extra('.parts').described_part(store)}"
     for mode, fit in modes.items():
