@@ -6,9 +6,8 @@ import importlib.util
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from extras import LAYERS, MODELS, RULES, lacking, present
 from model import CONVS
@@ -128,8 +127,7 @@ def text_of(value):
 # ---- declarations
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """The declaration of a flag.
 
     Attributes:
