@@ -154,9 +154,11 @@ class Report:
         heads = [" " * 8] * (len(lines) - 1) + ["result  "]
         self.result = "\n".join(head + line for head, line in zip(heads, lines))
         self.tell(line, {"scores": scores, **figures})
-        exact = {}
-        for part, values in scores.items():
-            exact |= {f"{part} {name}": value for name, value in (values or {}).items()}
+        exact = {
+            f"{part} {name}": value
+            for part, values in scores.items()
+            for name, value in (values or {}).items()
+        }
         self.results(exact)
         return exact
 

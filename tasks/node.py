@@ -163,9 +163,7 @@ class NodeTask(Task):
         logits = run.exact()
         scored = lambda nodes: self.scored(run, logits[nodes], store.labels[nodes])  # noqa: E731
         exact = {part: scored(nodes) for part, nodes in store.split.items()}
-        how = "exact: all neighbours"
-        if run.by_layers:
-            how += ", layer by layer"
+        how = "exact: all neighbours" + ", layer by layer" * run.by_layers
         exact = self.say_exact(report, exact, how)
         report.others(self, scored)
         if args.report and run.ranks.leads:
