@@ -116,7 +116,7 @@ class RGCNConv(Conv, name="rgcn"):
         """Return W_r of all types [R, F, D]."""
         if self.coefficients is None:
             return self.weight
-        return torch.tensordot(self.coefficients, self.weight, 1)
+        return (self.coefficients @ self.weight.flatten(1)).unflatten(1, self.weight.shape[1:])
 
     def without_waiting(self, near):
         """Compute sum_r W_r mean_r(h_u) -> [S, D], while the host does not wait for a GPU, in shapes that follow from those
