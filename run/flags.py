@@ -170,7 +170,7 @@ def table_library(flags):
 
 CORE = dict(
     task=fixed(
-        one_of(*TASKS, tables=[extras.TASKS]),
+        one_of(*TASKS),
         "node",
         "classify nodes, predict edges, or predict targets of small graphs",
         group="data",
@@ -201,7 +201,7 @@ CORE = dict(
         group="sampling",
     ),
     sampler=fixed(
-        one_of(*SAMPLERS, tables=[extras.RULES]),
+        one_of(*SAMPLERS),
         [*SAMPLERS][0],
         "; ".join(f"{name}: {rule.help}" for name, rule in SAMPLERS.items() if rule.help),
     ),

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from extras import LAYERS, MODELS, RULES, lacking, present
+from extras import LAYERS, MODELS, RULES, TASKS, lacking, present
 from model import CONVS
 from sampler import UNIFORM
 
@@ -21,7 +21,7 @@ def model_or(others):
     """Make an argparse type: a layer's name, FILE.py:NAME, or one of the other names, those of models of graphs."""
 
     def parse(text):
-        text = spelling([*CONVS, *others], (LAYERS, MODELS), text)
+        text = spelling([*CONVS, *others], text)
         file, _, name = text.rpartition(":")
         if text in CONVS or text in others or file.endswith(".py") and name.isidentifier():
             return text
@@ -72,19 +72,19 @@ def positive(kind, zero=False, below=None):
     return parse
 
 
-def spelling(choices, tables, text):
+def spelling(choices, text):
     """Return the one of the choices that a text is but for upper case, - and _, else the text: 'ROC-AUC' -> 'roc_auc'. Refuse
     names of tables of extras/__init__.py whose files are missing."""
-    for table in tables:
+    for table in (TASKS, RULES, LAYERS, MODELS):
         if why := lacking(table, text):
             raise argparse.ArgumentTypeError(why)
     plain = lambda word: word.lower().replace("-", "_")  # noqa: E731
     return next((choice for choice in choices if plain(choice) == plain(text)), text)
 
 
-def one_of(*choices, tables=()):
-    """Make the options of a flag with these values. tables: of extras/__init__.py, which list those of extras."""
-    return {"choices": choices, "type": partial(spelling, choices, tables)}
+def one_of(*choices):
+    """Make the options of a flag with these values."""
+    return {"choices": choices, "type": partial(spelling, choices)}
 
 
 def text(stands_for):
