@@ -126,7 +126,7 @@ def gpus_here(flags):
 
 def cpu_for_its_mode(flags):
     """Refuse the mode of the CPU with GPUs."""
-    if flags.mode == MODES[3] and flags.gpus:
+    if flags.mode == "cpu-cpu" and flags.gpus:
         return f"trains on CPU: leave out --gpus {flags.gpus}"
 
 
