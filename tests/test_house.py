@@ -159,7 +159,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     ),
     "names": (
         "extras/names.py",
-        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures|name_features",
+        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures",
     ),
     "memory plan": (
         "run/plan.py",
@@ -172,7 +172,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     "DGL and PyG": ("extras/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
     "pictures, traces": (
         "extras/pictures.py",
-        "timeline|tensorboard|profile\\b|[.]curve|draw_curve|matplotlib|SummaryWriter",
+        "timeline|tensorboard|profile\\b|[.]curve|matplotlib|SummaryWriter",
     ),
     "own model file": (
         "run/own_model.py",
