@@ -292,7 +292,7 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
-        names = self._names()
+        names = self.each_name()
         return names and [*names]
 
     def node_ids(self, values, name="ids", type=None) -> Tensor:
@@ -308,8 +308,9 @@ class GraphStore:
             StoreError: for another dtype, a node that there is not, or a name that nodes of several types have; names the first.
         """
         if type is None:
-            return columns.node_ids(name, values, self.num_nodes, self._names())
-        return extra(".typed", "ids of a type").ids_within(self, type, name, values, self._names())
+            return columns.node_ids(name, values, self.num_nodes, self.each_name())
+        typed = extra(".typed", "ids of a type")
+        return typed.ids_within(self, type, name, values, self.each_name())
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
@@ -346,7 +347,8 @@ class GraphStore:
         edges = convert.integers("edges", edges, "n")
         return torch.from_numpy(sort.places_of(columns.order_given(self).numpy(), edges))
 
-    def _names(self):
+    def each_name(self):
+        """Yield the nodes' names, in order, as `node_names`; return None without."""
         record = self.meta["files"].get(columns.NAMES)
         return record and extra(".names", "a store with names of nodes").read(self.path, record)
 

@@ -206,6 +206,8 @@ class Code:
         arguments = merged((*records, values))
         if "width" in self.compiled.signatures[kernel]:
             count *= self.threads(arguments["width"], kernel)
+        if not self.on_cpu and count >> 32:  # which kernels count in 32 bits
+            raise RuntimeError(f"{kernel} would need {count:,} threads, and has 2^32 at most")
         self.compiled.run(kernel, count, arguments)
 
     def takes(self, near, N):

@@ -67,7 +67,8 @@ def in_registers(k):
 
 def aggregate_source(ids, k, features, out):
     """Make pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (CUDA source, columns per load)."""
-    aligned = not (features.data_ptr() | out.data_ptr()) % 16
+    # of 8 results of 4 bytes a compiler may make one access of 32 bytes
+    aligned = not (features.data_ptr() | out.data_ptr()) % 32
     # 16 bytes a load, of codes 8: more would take too many registers
     widest = min(16 // features.element_size(), 8)
     fits = (v for v in (8, 4) if v <= widest and not features.shape[1] % v)
