@@ -62,7 +62,7 @@ class Links:
     graph: of `split_edges`. indptr, indices: its edges that carry messages, on the sampler's device. negatives: K per
     pair, drawn by `seed`; by_degree: in proportion to degree^0.75; checked: avoid the edges that carry messages.
     softmax: the loss is the cross-entropy of a pair among its negatives, else of each logit alone. common:
-    `CommonNeighbours` of the same edges, if the scorer takes what pairs have in common.
+    `CommonNeighbours` of the same edges, if the scorer takes what pairs have in common: `columns` of its columns, or all.
     """
 
     def __init__(
@@ -77,9 +77,11 @@ class Links:
         checked=True,
         softmax=False,
         common=None,
+        columns=None,
     ):
         self.count = negatives
         self.common = common
+        self.columns = columns
         self.softmax = softmax
         # ~2 is no step: the sampler's key of a hop is mix(mix(mix(seed) ^ step) ^ hop)
         self.key = mix(mix(seed) ^ ~2)
@@ -127,7 +129,7 @@ class Links:
         times = None
         if self.times is not None:
             times = self.times[seeds].repeat_interleave(ends.shape[1])
-        features = self.common.pair_features(ends.view(-1, 2), times)
+        features = self.common.pair_features(ends.view(-1, 2), times, self.columns)
         return features.double().view(torch.int64).view(len(pairs), -1)
 
     def _of_pairs(self, seeds):
@@ -188,6 +190,12 @@ def joined_to_scorer(network, _, output):
     if not isinstance(output, torch.Tensor):
         return output  # refused by `output_of_own`
     return output + 0 * sum(p.sum() for p in network.scorer.parameters())
+
+
+def columns_of(flags):
+    """Return how many columns of `CommonNeighbours` the scorer takes."""
+    timed = flags.temporal in ("at", "before")
+    return len(COMMON) + (2 * timed if flags.scorer == "ncn" else 1)
 
 
 class LinkTask(Task):
@@ -277,8 +285,7 @@ class LinkTask(Task):
                 f"--model {args.model} has a `scorer`: --task link gives the network one of that name"
                 ", rename yours"
             )
-        columns = len(COMMON) + 2 * (args.temporal in ("at", "before"))
-        network.add_module("scorer", Scorer(args.scorer, args.hidden, columns))
+        network.add_module("scorer", Scorer(args.scorer, args.hidden, columns_of(args)))
         if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
@@ -290,6 +297,8 @@ class LinkTask(Task):
             values["num_layers"] = 2
         if "temporal" not in flags.typed or flags.temporal == "off":  # gcn knows no degrees by time
             values["model"] = "gcn"
+        if flags.temporal in ("at", "before"):
+            values["scorer"] = "ncn"
         return values
 
     def seeds_per_example(self, args):
@@ -314,12 +323,13 @@ class LinkTask(Task):
             checked=not args.unchecked_negatives,
             softmax=args.link_loss == "softmax",
             common=self._common(args, indptr, indices),
+            columns=columns_of(args),
         )
         self.draw = self.links.draw
 
     def _common(self, args, indptr, indices):
-        """Return the `CommonNeighbours` of --scorer ncn, else None."""
-        if args.scorer != "ncn":
+        """Return the `CommonNeighbours` of --scorer ncn and paths, else None."""
+        if args.scorer not in ("ncn", "paths"):
             return None
         common = self.evaluation.common
         if indices.device.type == "cpu":
@@ -421,6 +431,12 @@ def ranks_all(flags):
         return "writes a table of all sources: give --predict FILE.csv or .parquet, and no --pairs"
 
 
+def without_times(flags):
+    """Refuse --scorer paths with times."""
+    if flags.scorer == "paths" and flags.temporal in ("at", "before"):
+        return "counts edges of all times: give --scorer ncn"
+
+
 def flags(kinds):
     """Declare the flags of --task link."""
     return {
@@ -437,9 +453,10 @@ def flags(kinds):
                 "predict edges of a type, as user,buys,item (default: all)",
             ),
             scorer=kinds.fixed(
-                kinds.one_of("ncn", "dot", "distmult", "mlp"),
-                "ncn",
-                "how pairs are scored; ncn: also by common neighbours",
+                kinds.one_of("paths", "ncn", "dot", "distmult", "mlp"),
+                "paths",
+                "how pairs are scored; ncn: also by common neighbours; paths: and paths of 3 edges",
+                needs=[without_times],
             ),
             negatives=kinds.fixed(
                 kinds.COUNT, 1, "negatives per training edge, none of them an edge"

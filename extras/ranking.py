@@ -194,13 +194,15 @@ def at_times(nodes, times, num_nodes):
 class Scorer(nn.Module):
     """Scores pairs of embeddings, as the logit of an edge: "dot", the dot product; "distmult", with a weight per column
     (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product; "ncn", as distmult of embeddings of
-    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: so many columns)."""
+    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: its first so many columns); "paths", the
+    same."""
 
     def __init__(self, kind, width, columns=4):
         super().__init__()
         self.kind = kind
-        self.columns = columns if kind == "ncn" else 0
-        self.relation = nn.Parameter(torch.ones(width)) if kind in ("distmult", "ncn") else 1.0
+        self.columns = columns if kind in ("ncn", "paths") else 0
+        weighted = self.columns or kind == "distmult"
+        self.relation = nn.Parameter(torch.ones(width)) if weighted else 1.0
         if kind == "mlp":
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
         if self.columns:
@@ -209,7 +211,7 @@ class Scorer(nn.Module):
 
     def forward(self, source, destination, features=None):
         """Score source [..., D] with destination [..., D], which broadcast -> logits [...]. features: [..., columns] of the
-        pairs, or more columns, for "ncn"."""
+        pairs, or more columns, if it takes them."""
         if self.kind == "mlp":
             return self.mlp(source * destination).squeeze(-1)
         source, destination = self._scaled(source, destination)
@@ -232,7 +234,7 @@ class Scorer(nn.Module):
         return copy.deepcopy(self).to("cpu", dtype)
 
     def against_all(self, source, table, features=None):
-        """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns], for "ncn"."""
+        """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns]."""
         if self.kind == "mlp":
             return self(source.unsqueeze(1), table)
         source, table = self._scaled(source, table)
@@ -244,7 +246,10 @@ class Baseline(NamedTuple):
 
     column: int
     kind = "baseline"
-    columns = True
+
+    @property
+    def columns(self):
+        return self.column + 1
 
     def __call__(self, source, destination, features):
         return features[..., self.column]
@@ -421,11 +426,13 @@ class Evaluation:
         if self.timed and examples:  # else as of the end of time
             times = examples.times[pairs[..., 0]].flatten()
             pairs = examples.nodes[pairs]
-        return self.common.pair_features(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
+        features = self.common.pair_features(pairs.view(-1, 2), times, scorer.columns)
+        return features.view(*pairs.shape[:-1], scorer.columns)
 
     def _against_all(self, scorer, h, source):
         """Score every node as a destination of source [n] -> logits [n, V]."""
-        features = self.common.against_all(source) if scorer.columns else None
+        count = scorer.columns
+        features = self.common.against_all(source, count) if count else None
         return scorer.against_all(h[source], h, features)
 
     def _ranks(self, scorer, h, pairs, others, examples):

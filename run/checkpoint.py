@@ -386,7 +386,7 @@ def check_graph(ranks, state, path, plan, task):
         was = graph["files"]
         if graph["classes"] or task.placed and files.get("labels.npy") != was.get("labels.npy"):
             # predictions are of the checkpoint's classes
-            store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
+            store.take(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not plan.trains:
         if graph["times"] and not task.are_links:
@@ -456,7 +456,7 @@ def check_widths(task, plan, graph, path):
         if differs and (plan.trains or not lenient or here > was):
             raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")
         if lenient:
-            store.renumber(**{name: int(was)})
+            store.take(**{name: int(was)})
     if (was := graph["several"]) is not None:
         if store.labelled and task.several != was:
             labels = "several labels" if was else "one label"

@@ -190,7 +190,7 @@ def place_data(ranks, plan, task, used):
     indptr, indices, labels, features = graph
     over = ask(store.features, "over")
     if store.part:  # exact inference reads all rows
-        store.take_features(over(features))
+        store.take(features=over(features))
     features = cached(ranks, plan, task, used, features)
     options = {"fanouts": plan.fanout, "threads": store.sampling_threads, **options}
     sampler = NeighborSampler(indptr, indices, seed=plan.seed, check=False, **options)

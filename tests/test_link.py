@@ -14,7 +14,7 @@ import torch
 import ddp
 import train
 from disk.columns import ALWAYS
-from extras import common_neighbours, edge_split, ranking
+from extras import common_neighbours, edge_split, paths, ranking
 from extras import links as link
 from inference import inference
 from loader import Batch, Graph, NodeLoader, from_edge_index
@@ -48,6 +48,7 @@ def ways(request, monkeypatch):
         monkeypatch.setattr(ranking, "kernels", kernels_gpu)
         monkeypatch.setattr(edge_split, "kernels", kernels_gpu)
         monkeypatch.setattr(common_neighbours, "kernels", kernels_gpu)
+        monkeypatch.setattr(paths, "kernels", kernels_gpu)
 
 
 def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):
@@ -458,7 +459,15 @@ def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, wa
             shared = ({*seen(u)} & {*seen(v)}) - {u, v}
             degrees = [max(len(seen(w)), 1) for w in shared]
             sums = [math.log1p(sum(g(d) for d in degrees) / g(typical)) for g in weights]
-            assert row[:5] == pytest.approx([*sums, math.log1p(len(seen(v, True)))], abs=1e-5)
+            if not timed:  # paths u <- a <- b -> v of four different nodes
+                paths = {(a, b) for a in seen(u) for b in {*seen(a)} & {*seen(v)}}
+                paths = [path for path in paths if len({u, v, *path}) == len({u, v}) + 2]
+                share = sum(
+                    math.prod(weights[1](max(len(seen(w)), 1)) for w in path) for path in paths
+                )
+                sums.append(math.log1p(share / weights[1](typical) ** 2))
+            expected = [*sums, math.log1p(len(seen(v, True)))]
+            assert row[: len(expected)] == pytest.approx(expected, abs=1e-5)
             if timed and seen(v, True):
                 here = destination == v
                 last = max(t for t in times[here].tolist() if t < now)
@@ -706,9 +715,10 @@ def test_defaults_of_links_yield_to_what_is_typed_and_resumed(tmp_path):
         flags = train.parse_args(f"--task link --gpus 0 {words}".split())
         return flags.model, flags.num_layers, flags.dropout, flags.scorer
 
-    assert chosen("") == ("gcn", 2, 0.3, "ncn")
+    assert chosen("") == ("gcn", 2, 0.3, "paths")
     assert chosen("--dropout 0.5 --fanout 3,3,3 --scorer dot") == ("gcn", 3, 0.5, "dot")
-    assert chosen("--temporal before")[0] == "sage"  # gcn knows no degrees by time
+    # gcn knows no degrees by time, and paths no times
+    assert chosen("--temporal before")[::3] == ("sage", "ncn")
     path = _link_graph(tmp_path).path
     words = (
         f"--dataset {path} --model sage --dropout 0.5 --scorer dot --fanout 3 --hidden 8 --epochs 1"

@@ -102,9 +102,9 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
     for hops, width in ((2, 2 * 16), (3, 16)):
         counted, frame = of(hops), _frame(_emulated(s, tmp_path), 10, hops)
         assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
-        kept = (getattr(frame, name) for name in "memory host_inputs input results read".split())
+        kept = (getattr(frame, name) for name in "host_inputs input results read".split())
         rows = frame.shape[0]
-        slot = sum(t.nbytes for t in (*kept, *frame.kept.values()))
+        slot = sum(t.nbytes for t in (*frame.memory, *kept, *frame.kept.values()))
         slot += torch.empty(rows[-1], width).nbytes
         compute = sum(8 * n * (a + 3 * b) for n, a, b in zip(rows[2::-1], (16, 8, 8), (8, 8, 4)))
         for mode in ("cuda-cuda", "pinned-cuda")[: hops - 1]:

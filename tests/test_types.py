@@ -151,7 +151,7 @@ def test_stores_with_types_are_checked(tmp_path):
     assert torch.equal(there.indices, indices[np.lexsort([indices, kind, rows])])
     assert there.num_edge_types == 5 and "5 types" in info(path)
     for said, bad in (
-        ("types are numbered from 0, and there are up to 32,768", kind.long() - 1),
+        ("edge_type.0. is -1: numbers of types lie in .0, 32768.", kind.long() - 1),
         ("edge_type is a Tensor .3.: an array .700.", kind[:3]),
     ):
         _refuses(said, build, tmp_path / "a", edge_index=ends, edge_type=bad)
