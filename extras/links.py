@@ -353,7 +353,7 @@ class LinkTask(Task):
 
     def validate(self, run):
         scores = self.scores(run, "valid")
-        return {"valid": scores}, scores and scores[self.metric]
+        return {"valid": scores, **run.ring.counts()}, scores and scores[self.metric]
 
     def score_text(self, score):
         return f"{METRICS[self.metric].title} {score:.4f}"
