@@ -297,7 +297,7 @@ class LinkTask(Task):
             values["num_layers"] = 2
         if "temporal" not in flags.typed or flags.temporal == "off":  # gcn knows no degrees by time
             values["model"] = "gcn"
-        if flags.temporal in ("at", "before"):
+        else:
             values["scorer"] = "ncn"
         return values
 
@@ -391,14 +391,15 @@ class LinkTask(Task):
         for *pairs, scores in self.evaluation.best(run.model.scorer, h, run.plan.top):
             table = {}
             for column, nodes in zip(("source", "destination"), pairs):
+                nodes = nodes.numpy()  # numpy takes a tensor of one element for a number
                 some = None if names is None else names[nodes]
-                table |= node_columns(self.store, f"{column}_type", column, nodes.numpy(), some)
+                table |= node_columns(self.store, f"{column}_type", column, nodes, some)
             yield {**table, "score": scores.numpy()}
 
     def rows_of_pairs(self, scores):
         """Yield a table of --pairs in chunks, {column: values}: their nodes as in the file, and scores [n]."""
         for rows in torch.arange(len(scores)).split(CHUNK):
-            source, destination = self.named[rows].T
+            source, destination = self.named[rows.numpy()].T
             yield {"source": source, "destination": destination, "score": scores[rows].numpy()}
 
     def lines(self, args, split, parameters):
@@ -433,7 +434,7 @@ def ranks_all(flags):
 
 def without_times(flags):
     """Refuse --scorer paths with times."""
-    if flags.scorer == "paths" and flags.temporal in ("at", "before"):
+    if flags.scorer == "paths" and flags.temporal != "off":
         return "counts edges of all times: give --scorer ncn"
 
 
@@ -457,6 +458,7 @@ def flags(kinds):
                 "paths",
                 "how pairs are scored; ncn: also by common neighbours; paths: and paths of 3 edges",
                 needs=[without_times],
+                default_is_off=False,
             ),
             negatives=kinds.fixed(
                 kinds.COUNT, 1, "negatives per training edge, none of them an edge"

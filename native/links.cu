@@ -97,9 +97,12 @@ FN float shared(const i64 *indptr, const ID *sources, i64 few, i64 many, i64 u, 
   return sum;
 }
 #ifdef HOST
+#include <pthread.h>
 enum { MOST = 1 << 22 };  // nodes that a thread may have sums of
 static __thread double *steps;  // of weights[a] over u <- a <- b, for each b; 0 between pairs
 static __thread i64 size;
+static pthread_key_t ends;  // frees them when a thread ends: each epoch has threads of its own
+__attribute__((constructor)) static void loaded(void) { pthread_key_create(&ends, free); }
 // Add up these sums; without weights, set them to 0.
 static void walk(const i64 *indptr, const ID *sources, i64 u, const float *weights) {
   for (i64 one = indptr[u]; one < indptr[u + 1]; one++) {
@@ -126,7 +129,7 @@ KERNEL paths(const i64 *pairs, i64 P, i64 lanes, i64 V, const i64 *indptr, const
     if (size < V) {
       free(steps);
       steps = (double *)calloc(V, sizeof *steps);
-      if (!steps) FAIL;
+      if (!steps || pthread_setspecific(ends, steps)) FAIL;
       size = V;
     }
     walk(indptr, sources, u, weights);

@@ -5,7 +5,9 @@ import copy
 import itertools
 import math
 import re
+import threading
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -207,6 +209,9 @@ def test_pairs_are_given_by_the_names_of_nodes(kind, tmp_path, capsys):
         table.write_text(header + "".join(map("{0[0]},{0[1]}\n".format, cells)))
         assert _code(written, f"--pairs {table}") == 0
         assert (tmp_path / "t.csv").read_text() == scored
+    np.save(asked, pairs[:1])
+    assert _code(written, f"--pairs {asked}") == 0
+    assert (tmp_path / "t.csv").read_text().splitlines() == scored.splitlines()[:2]
     assert _code(written, "--top 1") == 0
     best = np.loadtxt(tmp_path / "t.csv", str, delimiter=",", quotechar='"', skiprows=1)
     assert [*best[:, 0]] == [*names.astype(str)] and {*best[:, 1]} < {*best[:, 0]}
@@ -636,6 +641,7 @@ def test_links_at_their_times_are_refused_in_a_sentence(tmp_path, capsys):
     for path, words, complaint in (
         (plain, "--temporal at", "--temporal goes by the times of edges, and .* has none"),
         (timed, "--temporal before --model gcn", gcn),
+        (timed, "--temporal at --scorer paths", "--scorer paths counts edges of all times"),
         (
             plain,
             "--eval-negatives historical",
@@ -710,6 +716,23 @@ def test_link_task_learns_writes_embeddings_and_scores(name, tmp_path, capsys):
     _stops(capsys, r"--pairs .*: node ids lie in \[0, 1000\)", again, scored)
 
 
+def test_threads_that_end_keep_no_memory_of_paths():
+    """Each epoch draws its pairs on threads of its own."""
+    resident = lambda: int(Path("/proc/self/statm").read_text().split()[1]) * 4096  # noqa: E731
+    V = 1 << 20
+    sources = torch.cat([torch.tensor([1]), torch.arange(V)]).int()  # 0 <- 1 <- all nodes
+    indptr = torch.full((V + 1,), V + 1).index_fill_(0, torch.tensor([0]), 0)
+    indptr[1] = 1
+    counted = paths.Paths(edge_split.Edges(indptr, sources), torch.ones(V))
+    found = []
+    for _ in range(12):
+        thread = threading.Thread(target=counted.between, args=[torch.tensor([[0, 2]])])
+        thread.start()
+        thread.join()
+        found.append(resident())
+    assert found[-1] - found[1] < 5 * 8 * V  # of ten threads
+
+
 def test_defaults_of_links_yield_to_what_is_typed_and_resumed(tmp_path):
     def chosen(words):
         flags = train.parse_args(f"--task link --gpus 0 {words}".split())
@@ -718,7 +741,8 @@ def test_defaults_of_links_yield_to_what_is_typed_and_resumed(tmp_path):
     assert chosen("") == ("gcn", 2, 0.3, "paths")
     assert chosen("--dropout 0.5 --fanout 3,3,3 --scorer dot") == ("gcn", 3, 0.5, "dot")
     # gcn knows no degrees by time, and paths no times
-    assert chosen("--temporal before")[::3] == ("sage", "ncn")
+    for temporal in ("before", "auto"):
+        assert chosen(f"--temporal {temporal}")[::3] == ("sage", "ncn")
     path = _link_graph(tmp_path).path
     words = (
         f"--dataset {path} --model sage --dropout 0.5 --scorer dot --fanout 3 --hidden 8 --epochs 1"
