@@ -82,10 +82,11 @@ class Table:
     """A table in a seekable binary file, whose rows can be read once.
 
     ignore: {name of a column to leave out: number of tables that had it}, which is counted up. heads: function of the
-    cells of the first rows -> whether the first is a header, where its names are not known.
+    cells of the first rows -> whether the first is a header, where its names are not known; None: then it is none.
 
     Attributes:
-        names: list of the columns' names, or None; one without a name has that of pandas, "Unnamed: 0" for the first.
+        names: list of the columns' names, empty without a header; one without a name has that of pandas, "Unnamed: 0" for
+            the first.
         width: number of columns, without those left out. places: [width] their numbers in the file, from 0.
         rows: number of rows read so far.
         kinds: [width] "whole", "real", "text" (no cell is a number), "mixed" or "empty", judged by the first rows, or by
@@ -94,10 +95,13 @@ class Table:
         notes: phrases on what was guessed, for `say`.
     """
 
-    def __init__(self, stream, name, ignore=(), heads=lambda rows: False):
+    def __init__(self, stream, name, ignore=(), heads=None):
         self.name = str(name)
-        self.names, self.rows, self.notes = None, 0, []
-        self._stream, self._skipped, self._separator = stream, 0, None
+        self.names = []
+        self.rows = 0
+        self._stream = stream
+        self._skipped = 0
+        self._separator = None
         self._ignore = ignore
         self._index = ()  # names of the columns that are the index of pandas
         with reading(self.name):
@@ -166,8 +170,9 @@ class Table:
         if has in UNLIKE and kind is not UNLIKE[has]:
             held = self._file.schema_arrow.types[self.places[j]]
             give = f"give {DATES if has == 'dates' else 'numbers or text'}"
-            problem = f"{self.column(j)} holds {held}: {give}, or drop it{self.flag(j)}"
-            raise StoreError(f"{self.name}: {problem}")
+            raise StoreError(
+                f"{self.name}: {self.column(j)} holds {held}: {give}, or drop it{self.flag(j)}"
+            )
         if kind is str or kind is ID and self._separator or kind in (ID, TIME) and has == "text":
             return "string"
         if has in UNLIKE or kind is TIME and not self._separator:
@@ -215,13 +220,8 @@ class Table:
             text = compute.replace_substring_regex(text, r"([.][0-9]{6})000", r"\1")  # nanoseconds
             zoned = compute.any(compute.match_substring_regex(text, ":.*([Zz]|[+-][0-9:]+)$"))
             dates = pyarrow.timestamp("us", "UTC" if zoned.as_py() else None)
-            cells = converted(text, dates)
-            if cells is None:
-                row = first_bad(text, lambda part: converted(part, dates) is None)
-                how = "written as 2024-01-31 or 2024-01-31 23:59:59.999999"
-                how += ", with a zone (Z or +01:00) in every row or in none"
-                problem = f"{self.column(j)} is no time, {how}: {short(str(text[row]))!r}"
-                raise self.error(first + row, problem)
+            form = "time, written as 2024-01-31 or 2024-01-31 23:59:59.999999, with a zone (Z or +01:00) in every row or in none"
+            cells = self._parsed(first, j, text, lambda part: converted(part, dates), form)
         values = cells.to_numpy(zero_copy_only=False)
 
         def refuse(bad, name, values, why):
@@ -233,12 +233,17 @@ class Table:
         """Read whole numbers, written in one form in the whole column: that of the first."""
         like = next((cell for cell in self.sample(j) if cell not in MISSING), None)
         cells = self._text(first, j, cells)
-        values = as_printed(cells, like)
+        form = "whole number, written as 7, or as 7.0 in every row"
+        return self._parsed(first, j, cells, lambda part: as_printed(part, like), form)
+
+    def _parsed(self, first, j, cells, parse, form):
+        """Return parse(cells), a function that returns None for an array with a cell that it cannot read: that one is refused.
+        form: what cells are, and how they are written."""
+        values = parse(cells)
         if values is None:
-            row = first_bad(cells, lambda part: as_printed(part, like) is None)
-            how = "written as 7, or as 7.0 in every row"
+            row = first_bad(cells, parse)
             cell = short(cells[row].as_py())
-            raise self.error(first + row, f"{self.column(j)} is no whole number, {how}: {cell!r}")
+            raise self.error(first + row, f"{self.column(j)} is no {form}: {cell!r}")
         return values
 
     def _lists(self, first, j, cells) -> np.ndarray:
@@ -263,7 +268,7 @@ class Table:
         text = cells.to_pylist()
         typed = not self._separator and self.kinds[j] == "text"
         if not typed and any(map(NUMBER.fullmatch, text)):
-            row = first_bad(cells, lambda part: as_printed(part) is None)
+            row = first_bad(cells, as_printed)
             why, first = (repr(short(cell)) for cell in (text[row], text[0]))
             beside = f" beside {first}" * (why != first)
             self.notes.append(f"{self.column(j)} is text, not numbers, because of {why}{beside}")
@@ -276,9 +281,9 @@ class Table:
             problem = problem.format(None if values is None else values[row])
             raise self.error(first + row, f"{self.column(j)} {problem}")
 
-    def column(self, j) -> str:
-        """Name a column for messages."""
-        return repr(self.names[j]) if self.names else f"column {j + 1}"
+    def column(self, *columns) -> str:
+        """Name columns for messages."""
+        return ", ".join(repr(self.names[j]) if self.names else f"column {j + 1}" for j in columns)
 
     def flag(self, *columns) -> str:
         """Return the flag that drops columns, in brackets, for messages."""
@@ -289,7 +294,7 @@ class Table:
         """List the columns whose names have a meaning, one of MEANINGS. Those of ids are also the index of pandas, and names
         that end in id, as "userid" and "acid" do, if the column `identifies` its rows."""
         found = []
-        for j, name in enumerate(self.names or ()):
+        for j, name in enumerate(self.names):
             fitting = meanings(name)
             perhaps = name.lower().endswith("id") and not fitting and self.identifies(j)
             if meaning in fitting or meaning == "id" and (perhaps or name in self._index):
@@ -304,9 +309,8 @@ class Table:
         """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different, no dates and no
         several values in a cell."""
         cells = self.sample(j)
-        if self.kinds[j] in ("empty", *UNLIKE) or SEVERAL in "".join(cells):
-            return False
-        if self.form(j) is TIME:
+        several = SEVERAL in "".join(cells)
+        if self.kinds[j] in ("empty", *UNLIKE) or several or self.form(j) is TIME:
             return False
         whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
         return whole and len({*cells}) == len(cells)
@@ -352,16 +356,16 @@ class Table:
                 yield columns
             return
         names = [*map(str, range(self._columns))]
-        kept = [str(self.places[j]) for j in types]
-        kept_types = dict(zip(kept, types.values()))
-        read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
+        kept = {str(self.places[j]): kind for j, kind in types.items()}
         try:
             for batch in pyarrow.csv.open_csv(
                 self._stream,
-                pyarrow.csv.ReadOptions(**read, column_names=names),
+                pyarrow.csv.ReadOptions(
+                    use_threads=False, block_size=BLOCK, skip_rows=self._skipped, column_names=names
+                ),
                 pyarrow.csv.ParseOptions(delimiter=self._separator),
                 pyarrow.csv.ConvertOptions(
-                    column_types=kept_types, include_columns=kept, null_values=[*MISSING]
+                    column_types=kept, include_columns=[*kept], null_values=[*MISSING]
                 ),
             ):
                 yield dict(zip(types, batch.columns))
@@ -394,10 +398,9 @@ class Table:
         cells = [()] * len(kinds)
         if first := next(self._file.iter_batches(SAMPLE), None):
             # dates may be finer than those of Python
-            plain = [kind not in ("dates", "other") for kind in kinds]
             cells = [
-                column.to_pylist() if of else [None] * len(column)
-                for of, column in zip(plain, first.columns)
+                [None] * len(column) if kind in ("dates", "other") else column.to_pylist()
+                for kind, column in zip(kinds, first.columns)
             ]
         return kinds, cells
 
@@ -409,8 +412,9 @@ class Table:
         start = head[:200].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
         for sign, what in FOREIGN.items():
             if re.match(sign, start, re.DOTALL):
-                how = "docs/data.md has a line of Python that reads it"
-                raise StoreError(f"{self.name} is {what} and no table: {how}")
+                raise StoreError(
+                    f"{self.name} is {what} and no table: docs/data.md has a line of Python that reads it"
+                )
         if b"\0" in head:
             raise StoreError(f"{self.name} is no text in UTF-8: unpack archives, save it as csv")
         lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
@@ -433,7 +437,7 @@ class Table:
         self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == width]  # `read` refuses the others
-        if is_header(rows) or heads(rows):
+        if is_header(rows) or heads and heads(rows):
             self.names = [name or f"Unnamed: {j}" for j, name in enumerate(rows.pop(0))]
             self._skipped += 1
         elif above:  # numpy writes a header as a comment
@@ -457,7 +461,7 @@ def is_header(rows) -> bool:
     ValueError if it may number the columns, as pandas does for columns without names."""
     first, *rest = rows
     width = len(first)
-    counted = [str(j) for j in range(width)]
+    counted = [*map(str, range(width))]
     counts = width > 2 or width == 2 and all(kind_of(row) == "real" for row in rest)
     index = width > 1 and first[1:] == counted[:-1] and are_known(first[:1])
     if rest and (index or counts and first == counted):
@@ -489,8 +493,9 @@ def meanings(name) -> set[str]:
     fitting = {meaning for meaning, words in MEANINGS.items() if forms & {*words.split()}}
     if word.endswith(("label", "labels")):
         fitting.add("label")
-    is_id = words_of(name)[-1:] == ["id"] and "label" not in fitting
-    return fitting | {"id"} if is_id else fitting
+    elif words_of(name)[-1:] == ["id"] and "label" not in fitting:
+        fitting.add("id")
+    return fitting
 
 
 def are_known(names) -> bool:
@@ -536,10 +541,10 @@ def converted(cells, kind):
         return cells.cast(kind)
 
 
-def first_bad(cells, fails) -> int:
-    """Find the first cell with which `fails`, a function of an array that ends with it, is true."""
+def first_bad(cells, parse) -> int:
+    """Find the first cell with which `parse`, a function of an array that ends with it, returns None."""
     rows = range(len(cells))
-    return bisect.bisect_left(rows, True, key=lambda row: fails(cells[: row + 1]))
+    return bisect.bisect_left(rows, True, key=lambda row: parse(cells[: row + 1]) is None)
 
 
 def digits(cells):
@@ -620,7 +625,7 @@ def numeric(cell) -> bool:
 
 
 @contextlib.contextmanager
-def opened(file, ignore=(), heads=lambda rows: False):
+def opened(file, ignore=(), heads=None):
     """Context manager: the `Table` in a file; see there."""
     with reading(file):
         stream = open(file, "rb")
