@@ -315,14 +315,6 @@ def _spooled(table, folder, ends, fields, keys):
     numbers = {}
     ids = {table.names[j]: [] for j in keys}
 
-    def type_codes(first, j, cells):
-        coded = written(cells).dictionary_encode()
-        missing = coded.is_null().to_numpy(zero_copy_only=False)
-        table.refuse(first, j, missing, "is empty or nan")
-        names = coded.dictionary.to_pylist()
-        codes = np.array([numbers.setdefault(name, len(numbers)) for name in names])
-        return codes[coded.indices.to_numpy()]
-
     def chunks():
         for first, columns in table.read(kinds):
             for j in keys:
@@ -330,7 +322,12 @@ def _spooled(table, folder, ends, fields, keys):
             for j, of in ends.items():
                 columns[j] = of.numbers(table, first, columns[j])
             for j in fields.get(EDGE_TYPE.name, ()):
-                columns[j] = type_codes(first, j, columns[j])
+                coded = written(columns[j]).dictionary_encode()
+                missing = coded.is_null().to_numpy(zero_copy_only=False)
+                table.refuse(first, j, missing, "is empty or nan")
+                names = coded.dictionary.to_pylist()
+                codes = np.array([numbers.setdefault(name, len(numbers)) for name in names])
+                columns[j] = codes[coded.indices.to_numpy()]
             chunk = np.empty(table.rows - first, record)
             for name, which in {"ends": ends, **fields}.items():
                 if which:

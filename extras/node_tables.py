@@ -148,8 +148,10 @@ def features(file, folder, ignore=(), called=(), kind=""):
         node = _node_column(table, called)
         kept = [j for j in range(table.width) if j != node]
         for j in table.named("label"):
-            cure = f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
-            raise StoreError(f"{file}: features must not tell the label: {cure}")
+            raise StoreError(
+                f"{file}: features must not tell the label: "
+                f"drop {table.column(j)}{table.flag(j)}, or rename it if it is none"
+            )
         _refuse_splits(table, "feature", "^is|mask$")
         if not kept and not kind:
             raise StoreError(f"{file} has no features: its column {table.column(0)} holds ids")
@@ -248,15 +250,16 @@ def _check_counting(table, numbers, x):
     for j in numbers:
         values = x[:, first]
         first += table.widths[j]
-        if not table.identifies(j) or values.min() not in (0, 1):
+        if not table.identifies(j):
             continue
-        counted = np.arange(len(x), dtype=np.float32) + values.min()
-        if not np.array_equal(np.sort(values), counted):
+        values = np.sort(values)
+        counted = np.arange(len(x), dtype=np.float32) + values[0]
+        if values[0] not in (0, 1) or not np.array_equal(values, counted):
             continue
+        counts = f"{table.column(j)} counts the rows: call it id"
         if j == 0:
-            cure = f"call it id or drop it{table.flag(0)}"
-            raise StoreError(f"{table.name}: {table.column(0)} counts the rows: {cure}")
-        table.notes.append(f"{table.column(j)} counts the rows: call it id if it names the nodes")
+            raise StoreError(f"{table.name}: {counts} or drop it{table.flag(j)}")
+        table.notes.append(f"{counts} if it names the nodes")
 
 
 def _name(table, folder, x, ids, node):
@@ -306,8 +309,9 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
             columns[j] = table.identified(j, trimmed(columns[j]))
     if node is None:
         if table.rows < nodes.count:
-            has = f"{table.name} has {table.rows:,} rows, {nodes.source} has {nodes.count:,}"
-            raise StoreError(has)
+            raise StoreError(
+                f"{table.name} has {table.rows:,} rows, {nodes.source} has {nodes.count:,}"
+            )
         return np.arange(nodes.count), columns
     check_header(table, {node: nodes})
     rows = nodes.numbers(table, 0, columns.pop(node))
@@ -343,8 +347,9 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
             cure = "; --ignore leaves columns out" if table.names else ""
             raise StoreError(f"{file} has the columns {actual}, which are no {name}{cure}")
         if columns and node is not None:
-            taken = f"{table.column(node)} taken as ids, {table.column(*columns)} as {name}"
-            table.notes.append(taken)
+            table.notes.append(
+                f"{table.column(node)} taken as ids, {table.column(*columns)} as {name}"
+            )
         kind = str if name == "labels" else TIME if column and column.timed else float
         rows, cells = _rows_of_nodes(
             table, nodes, node, dict.fromkeys(columns, kind), missing=is_labels

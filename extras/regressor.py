@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from disk.convert import shaped
 from disk.reader import library
+from extras.regression import Scale
 from model import drawn_seed, drop_byte, dropout, edge_dst, layer_seed, summable
 
 ANGLES = 40  # radial basis functions of the cosine of an angle, as in ALIGNN
@@ -134,7 +135,7 @@ def line_graph(indptr, indices, vectors):
     return first[~back].int(), second[~back].int()
 
 
-class Regressor(nn.Module):
+class Regressor(Scale):
     """Edge-gated convolutions, pooling over the nodes of each graph, and a two-layer head.
 
     node_dim, edge_dim: F, D; a dtype of uint8 stands for categories, others for numbers. hidden: width W. out_dim: T.
@@ -159,7 +160,7 @@ class Regressor(nn.Module):
         dropout,
         pooling="mean",
     ):
-        super().__init__()
+        super().__init__(out_dim)
         self.pooling = pooling
         self.nodes = embedding(node_dim, node_dtype, hidden)
         self.edges = embedding(edge_dim, edge_dtype, hidden)
@@ -174,8 +175,6 @@ class Regressor(nn.Module):
         self.drop = drop_byte(dropout)
         if pooling == "attention":
             self.scores = nn.Linear(hidden, 1)
-        self.register_buffer("mean", torch.zeros(out_dim))
-        self.register_buffer("std", torch.ones(out_dim))
         # not in early checkpoints, which have means
         if pooling == "sum":
             self.register_buffer("size", torch.ones(()))
@@ -202,7 +201,7 @@ class Regressor(nn.Module):
             ids = torch.arange(len(h), device=h.device) if ids is None else ids
             seed = layer_seed(drawn_seed() if key is None else key, len(self.layers))
             h = dropout(h, ids, seed, self.drop)
-        return last(h) * self.std + self.mean
+        return super().forward(last(h))
 
     def convolved(self, graph, dst, h, e):
         """Run the layers on node features h [N, W] and features e [E, W] of edges into dst [E] -> [N, W]."""
@@ -211,22 +210,20 @@ class Regressor(nn.Module):
         return h
 
 
-class OwnRegressor(nn.Module):
+class OwnRegressor(Scale):
     """A network of a user's file, called as net(graph) with a `GraphBatch` -> [G, T], of targets standardised as `Regressor`'s."""
 
     uses_vectors = False
     pooling = None
 
     def __init__(self, net, out_dim):
-        super().__init__()
+        super().__init__(out_dim)
         self.net = net
-        self.register_buffer("mean", torch.zeros(out_dim))
-        self.register_buffer("std", torch.ones(out_dim))
 
     def forward(self, graph, ids=None, key=None):
         """Predict targets or logits [G, T]; StoreError for output of another shape."""
         output = shaped("the output of the model", self.net(graph), len(graph.y), len(self.mean))
-        return output * self.std + self.mean
+        return super().forward(output)
 
 
 class ALIGNN(Regressor):

@@ -102,7 +102,6 @@ class Table:
         self._stream = stream
         self._skipped = 0
         self._separator = None
-        self._ignore = ignore
         self._index = ()  # names of the columns that are the index of pandas
         with reading(self.name):
             magic = stream.read(6)
@@ -116,7 +115,7 @@ class Table:
                 kinds, cells = self._guess_text(heads)
         self.places = [*range(len(kinds))]
         if self.names:
-            self._leave_out()
+            self._leave_out(ignore)
         self.width = len(self.places)
         self.kinds = [kinds[j] for j in self.places]
         self._first_cells = [cells[j] for j in self.places]
@@ -130,11 +129,11 @@ class Table:
             twice = max(self.names, key=self.names.count)
             raise StoreError(f"{name} has two columns called {twice!r}")
 
-    def _leave_out(self):
-        """Leave out the columns to ignore."""
-        ignored = [name for name in self.names if name in self._ignore]
+    def _leave_out(self, ignore):
+        """Leave out the columns to ignore, see above."""
+        ignored = [name for name in self.names if name in ignore]
         for name in ignored:
-            self._ignore[name] += 1
+            ignore[name] += 1
         if ignored:
             self.notes.append(f"{', '.join(map(repr, ignored))} ignored")
         self.places = [j for j in self.places if self.names[j] not in ignored]
