@@ -342,7 +342,8 @@ class GraphDataset:
         heads = np.frombuffer(heads, GRAPH_HEADER)
         nodes = heads["nodes"].astype(np.int64)
         edges = heads["edges"].astype(np.int64)
-        counts = _field_rows(nodes, edges)
+        # rows of indptr, indices, x, e, y and edge_vector
+        counts = [nodes + 1, edges, nodes, edges, np.ones_like(nodes), edges]
         widths = [4, 4, *(width * dtype.itemsize for width, dtype in self._kinds)]
         ends = size + np.cumsum([count * width for count, width in zip(counts, widths)], 0)
         intact = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
@@ -371,11 +372,6 @@ class GraphDataset:
             return flat.view(int(count.sum()), width)
 
         return _of_arrays(nodes, indptr, indices, *map(rows_of, rows, self._kinds, counts[2:]))
-
-
-def _field_rows(nodes, edges):
-    """Return the rows of each field of the values of graphs, after the header: indptr, indices, x, e, y and edge_vector."""
-    return [nodes + 1, edges, nodes, edges, np.ones_like(nodes), edges]
 
 
 def verify(path) -> list[str]:

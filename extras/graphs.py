@@ -281,8 +281,7 @@ class GraphTask(Task):
     def set_buffers(self, network):
         if network.pooling == "sum":
             network.size.fill_(self.sizes[self.store.split["train"], 0].double().mean())
-        network.mean.copy_(self.mean)
-        network.std.copy_(self.std)
+        network.fit(self.mean, self.std)
 
     def read(self, ids):
         """Read graphs, with their labels numbered -> GraphBatch."""

@@ -49,6 +49,11 @@ class Scale(nn.Module):
         self.register_buffer("mean", torch.zeros(T))
         self.register_buffer("std", torch.ones(T))
 
+    def fit(self, mean, std):
+        """Set the buffers, [T] each."""
+        self.mean.copy_(mean)
+        self.std.copy_(std)
+
     def forward(self, output):
         return output * self.std + self.mean
 
@@ -78,9 +83,7 @@ class NodeNumbers(NodeTask):
     def set_buffers(self, network):
         y = self.store.labels[self.store.split["train"]]
         if self.store.labelled and len(y):
-            scale = network.target_scale
-            for buffer, value in zip((scale.mean, scale.std), moments(y)):
-                buffer.copy_(value)
+            network.target_scale.fit(*moments(y))
 
     def output(self, run, network, batch, key):
         output = super().output(run, network, batch, key)

@@ -441,7 +441,7 @@ class Arrays:
                     "if it means that there is no label, write nothing in its place"
                 )
         if all(re.fullmatch("-?[0-9]{1,20}", name) for name in names.tolist()):
-            order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
+            order = sorted(range(len(names)), key=lambda i: int(names[i]))
             index = np.argsort(order)[index]
             names = names[order]
         y = np.full(cells.shape, np.nan)
