@@ -34,13 +34,6 @@ UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
 PASSES = 32  # of an epoch by default, of 16 to 256 graphs
 
 
-def answers_and_sizes(graph):
-    """Return targets or labels [G, T] of a `GraphBatch`, and numbers of nodes and edges of its graphs, int64 [G, 2]."""
-    nodes = graph.graph_ids.bincount(minlength=len(graph.y))
-    ends = graph.indptr.long()[nodes.cumsum(0)]
-    return graph.y, torch.stack([nodes, ends.diff(prepend=ends.new_zeros(1))], 1)
-
-
 class Limits(NamedTuple):
     """How much a pass holds at most, where examples differ in size."""
 
@@ -154,10 +147,16 @@ class GraphTask(Task):
         graphs = self.store
         split = graphs.split
         ids = torch.cat([*split.values()])  # those of training first
-        batches = [answers_and_sizes(graphs.batch(part)) for part in ids.split(1024)]
-        y, sizes = map(torch.cat, zip(*batches))
-        self.sizes = sizes.new_zeros(len(graphs), 2).index_copy_(0, ids, sizes)
-        self.y = y.new_zeros(len(graphs), graphs.target_dim).index_copy_(0, ids, y)
+        self.y = torch.zeros(len(graphs), graphs.target_dim, dtype=graphs.target_dtype)
+        self.sizes = torch.zeros(len(graphs), 2, dtype=torch.int64)
+        for part in ids.split(1024):
+            graph = graphs.batch(part)
+            nodes = graph.graph_ids.bincount()
+            ends = graph.indptr[nodes.cumsum(0)]
+            self.y[part] = graph.y
+            self.sizes[part, 0] = nodes
+            self.sizes[part, 1] = ends.diff(prepend=ends.new_zeros(1))
+        y = self.y[ids]
         if self.labels is None:
             self.labels = bool(((y == 0) | (y == 1)).all())
             kind = "labels, as all are 0 or 1" if self.labels else "numbers"

@@ -290,7 +290,7 @@ def ordered(folder, values, order):
     return spool(folder, (values[part] for part in parts), values.dtype, *values.shape[1:])
 
 
-def _rows_of_nodes(table, nodes, node, kinds, missing):
+def _rows_of_nodes(table, nodes, node, kinds):
     """Read a table with one row per node or, if column `node` holds ids, for some nodes -> (int64 [n], distinct nodes;
     {column: values [n], or those that `Table.identified` returns for text})."""
     if node is None and not nodes.by_row:
@@ -298,7 +298,7 @@ def _rows_of_nodes(table, nodes, node, kinds, missing):
     if node is not None:
         kinds = {**kinds, node: nodes.kind}
     parts = []
-    for _, columns in table.read(kinds, missing):
+    for _, columns in table.read(kinds, missing=True):
         if node is None and table.rows > nodes.count:
             hint = "" if table.names else HEADER
             raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
@@ -351,9 +351,7 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
                 f"{table.column(node)} taken as ids, {table.column(*columns)} as {name}"
             )
         kind = str if name == "labels" else TIME if column and column.timed else float
-        rows, cells = _rows_of_nodes(
-            table, nodes, node, dict.fromkeys(columns, kind), missing=is_labels
-        )
+        rows, cells = _rows_of_nodes(table, nodes, node, dict.fromkeys(columns, kind))
         for j in columns if name == "labels" else ():
             _check_labels(table, j, cells[j], len(columns))
         table.say()
