@@ -15,7 +15,7 @@ import numpy as np
 
 from disk.columns import COLUMNS, EDGE_TIME, EDGE_TYPE, OF_EDGES
 from disk.convert import DATE, spool
-from disk.files import StoreError, plural
+from disk.files import StoreError, plural, short
 from extras.node_tables import (
     Nodes,
     check_header,
@@ -25,8 +25,7 @@ from extras.node_tables import (
     node_column,
     ordered,
 )
-from extras.tables import TIME, digits, joined, meanings, opened, stacked, words_of, written
-from sources.arrays import short
+from extras.tables import TIME, digits, meanings, opened, stacked, words_of, written
 
 CELLS = {
     float: np.float64,
@@ -313,12 +312,9 @@ def _spooled(table, folder, ends, fields, keys):
         record.append((name, CELLS.get(kind, np.int64), width))
     record = np.dtype(record, align=True)
     numbers = {}
-    ids = {table.names[j]: [] for j in keys}
 
     def chunks():
-        for first, columns in table.read(kinds):
-            for j in keys:
-                ids[table.names[j]].append(columns[j])
+        for first, columns in table.read(kinds, whole=keys):
             for j, of in ends.items():
                 columns[j] = of.numbers(table, first, columns[j])
             for j in fields.get(EDGE_TYPE.name, ()):
@@ -347,7 +343,7 @@ def _spooled(table, folder, ends, fields, keys):
             arrays["edge_types"] = names
         else:
             arrays[EDGE_TYPE.name] = ordered(folder, names, arrays[EDGE_TYPE.name])
-    arrays["ids"] = {name: joined(parts).combine_chunks() for name, parts in ids.items()}
+    arrays["ids"] = {table.names[j]: table.whole[j].combine_chunks() for j in keys}
     return arrays
 
 

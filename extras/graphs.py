@@ -152,7 +152,7 @@ class GraphTask(Task):
         for part in ids.split(1024):
             graph = graphs.batch(part)
             nodes = graph.graph_ids.bincount()
-            ends = graph.indptr[nodes.cumsum(0)]
+            ends = graph.indptr.long()[nodes.cumsum(0)]
             self.y[part] = graph.y
             self.sizes[part, 0] = nodes
             self.sizes[part, 1] = ends.diff(prepend=ends.new_zeros(1))

@@ -14,22 +14,20 @@ import numpy as np
 import torch
 
 from disk.columns import COLUMNS
-from disk.convert import SAMPLED, RoundedRows, spool
-from disk.files import StoreError, plural
+from disk.convert import MISSING, SAMPLED, RoundedRows, spool
+from disk.files import StoreError, plural, short
 from extras.tables import (
     ID,
     NUMBER,
     SEVERAL,
     TIME,
     is_text,
-    joined,
     opened,
     stacked,
     trimmed,
     whole_of,
     words_of,
 )
-from sources.arrays import MISSING, short
 
 # names of columns, in lower case, that hold a split
 SPLIT = re.compile(
@@ -159,14 +157,12 @@ def features(file, folder, ignore=(), called=(), kind=""):
         dates = [j for j in kept if kinds[j] is TIME]
         texts = [j for j in kept if kinds[j] is str]
         numbers = [j for j in kept if kinds[j] is not str]
-        whole = {j: [] for j in [*texts, node] if j is not None}
+        whole = [j for j in [*texts, node] if j is not None]
         kinds |= dict.fromkeys(whole, str)
         rounded = RoundedRows(SAMPLED, 1)
 
         def rows():
-            for first, columns in table.read(kinds):
-                for j, parts in whole.items():
-                    parts.append(columns[j])
+            for first, columns in table.read(kinds, whole=whole):
                 for j in dates:
                     columns[j] = (columns[j] - YEAR_2000) / DECADE
                 if not numbers:
@@ -184,7 +180,7 @@ def features(file, folder, ignore=(), called=(), kind=""):
         x = spool(folder, rows(), np.float32, max(1, len(names)))
         tables = [x] * bool(numbers)
         for j in texts:
-            values, columns = _one_hot(table, j, joined(whole[j]))
+            values, columns = _one_hot(table, j, table.whole[j])
             names += [f"{called[j]}={value}" for value in values]
             tables.append(columns)
         if texts:
@@ -193,7 +189,7 @@ def features(file, folder, ignore=(), called=(), kind=""):
             x = spool(folder, parts, np.float32, len(names))
         nodes = Nodes(table.rows, file)
         if node is not None:
-            x, nodes = _name(table, folder, x, table.identified(node, joined(whole[node])), node)
+            x, nodes = _name(table, folder, x, table.identified(node, table.whole[node]), node)
         elif len(kept) > 1 and len(x) > 1:
             _check_counting(table, numbers, x)
         nodes.type = kind
@@ -297,13 +293,11 @@ def _rows_of_nodes(table, nodes, node, kinds):
         raise StoreError(f"{table.name} has no column of ids: it needs one, as {nodes.source} has")
     if node is not None:
         kinds = {**kinds, node: nodes.kind}
-    parts = []
-    for _, columns in table.read(kinds, missing=True):
+    for _ in table.read(kinds, missing=True, whole=kinds):
         if node is None and table.rows > nodes.count:
             hint = "" if table.names else HEADER
             raise table.error(nodes.count, f"more rows than in {nodes.source}{hint}")
-        parts.append(columns)
-    columns = {j: joined([part[j] for part in parts]) for j in kinds}
+    columns = table.whole
     for j, kind in kinds.items():
         if kind is str and j != node:
             columns[j] = table.identified(j, trimmed(columns[j]))

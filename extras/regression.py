@@ -18,11 +18,10 @@ def moments(y):
     """Compute the mean and standard deviation of training targets y [n, T], NaN where missing -> two float64 [T]."""
     y = y.double()
     present = ~y.isnan()
-    count = present.sum(0)
-    mean = y.nansum(0) / count
+    mean = y.nanmean(0)
     # with the mean in the place of what is missing, which adds nothing to the sum of squares
     deviation = y.where(present, mean).std(0, correction=0)
-    return mean, (deviation * (len(y) / count).sqrt()).clamp(min=1e-12)
+    return mean, (deviation * (len(y) / present.sum(0)).sqrt()).clamp(min=1e-12)
 
 
 def loss_of(kind, output, y, std):

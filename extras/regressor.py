@@ -65,6 +65,12 @@ def embedding(dim, dtype, width):
     return nn.Sequential(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, width))
 
 
+def convolutions(width, count, pooling):
+    """Build `count` layers; with other pooling than "mean" they add up messages."""
+    counts = pooling != "mean"
+    return nn.ModuleList(EdgeGatedConv(width, i == count - 1, counts) for i in range(count))
+
+
 def sums(rows, groups, count):
     """Sum rows [n, ...] by group, int [n] -> [count, ...]."""
     return rows.new_zeros(count, *rows.shape[1:]).index_add_(0, groups, rows)
@@ -164,11 +170,7 @@ class Regressor(Scale):
         self.pooling = pooling
         self.nodes = embedding(node_dim, node_dtype, hidden)
         self.edges = embedding(edge_dim, edge_dtype, hidden)
-        last = num_layers - 1
-        counts = pooling != "mean"
-        self.layers = nn.ModuleList(
-            EdgeGatedConv(hidden, i == last, counts) for i in range(num_layers)
-        )
+        self.layers = convolutions(hidden, num_layers, pooling)
         # the third does nothing: it keeps the name of the last one's weights
         inner = nn.Linear(hidden, hidden)
         self.head = nn.Sequential(inner, nn.SiLU(), nn.Identity(), nn.Linear(hidden, out_dim))
@@ -241,11 +243,8 @@ class ALIGNN(Regressor):
     def __init__(self, *dims, **options):
         super().__init__(*dims, **options)
         width = self.head[0].in_features
-        last = len(self.layers) - 1
         self.angles = embedding(ANGLES, torch.float32, width)
-        self.lines = nn.ModuleList(
-            EdgeGatedConv(width, i == last, layer.counts) for i, layer in enumerate(self.layers)
-        )
+        self.lines = convolutions(width, len(self.layers), self.pooling)
         self.register_buffer("centres", torch.linspace(-1, 1, ANGLES), persistent=False)
 
     def convolved(self, graph, dst, h, e):

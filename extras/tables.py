@@ -27,9 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.convert import whole_times
-from disk.files import StoreError, plural, reading
-from sources.arrays import LIKE_NUMBERS, MISSING, short
+from disk.convert import LIKE_NUMBERS, MISSING, whole_times
+from disk.files import StoreError, plural, reading, short
 
 # bytes of text parsed at a time: no line may be longer, and the layout is guessed from the first
 BLOCK = 1 << 23
@@ -141,7 +140,7 @@ class Table:
             raise StoreError(f"{self.name} has no other columns than those to ignore")
         self.names = [self.names[j] for j in self.places]
 
-    def read(self, kinds, missing=False):
+    def read(self, kinds, missing=False, whole=()):
         """Read the rows in batches -> yields (number of the first row, {column: values}).
 
         Args:
@@ -150,18 +149,21 @@ class Table:
                 dates -> datetime64[us] [r]. str -> pyarrow array of r strings. list: as float, or lists of
                 one length -> float64 [r, length].
             missing: allow empty cells and `nan` among float and int, read as NaN; else they are errors. Text keeps them.
+            whole: columns that `self.whole` has at the end, {column: its values of all rows, those of text chunked}.
         """
         types = {j: self._type(j, kind) for j, kind in kinds.items()}
+        parts = {j: [] for j in whole}
         with reading(self.name):
             for batch in self._batches(types):
                 first = self.rows
                 self.rows += len(next(iter(batch.values())))
-                yield (
-                    first,
-                    {j: self._values(first, j, kinds[j], batch[j], missing) for j in kinds},
-                )
+                columns = {j: self._values(first, j, kinds[j], batch[j], missing) for j in kinds}
+                for j in whole:
+                    parts[j].append(columns[j])
+                yield first, columns
         if not self.rows:
             raise StoreError(f"{self.name} has a header and no rows")
+        self.whole = {j: joined(parts[j]) for j in whole}
 
     def _type(self, j, kind) -> str | None:
         """Return the type in which pyarrow reads a column; None for lists and for times in parquet, which keep theirs."""

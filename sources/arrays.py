@@ -21,8 +21,18 @@ import torch
 
 from disk.checks import check_targets
 from disk.columns import COLUMNS, EDGE_WEIGHT
-from disk.convert import adjacency, array_like, column_names, integers, is_sparse, refuse, shaped
-from disk.files import StoreError, free_host_bytes, plural, reading
+from disk.convert import (
+    LIKE_NUMBERS,
+    MISSING,
+    adjacency,
+    array_like,
+    column_names,
+    integers,
+    is_sparse,
+    refuse,
+    shaped,
+)
+from disk.files import StoreError, free_host_bytes, plural, reading, short
 from sources.splits import PARTS
 
 EDGES = ("edge_index", "edges")
@@ -35,23 +45,7 @@ graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStora
 SAVED = "if you trust it, two lines of Python read it: see docs/data.md"
 # classes of these names may mean that there is no label
 UNKNOWN = "unknown unk unlabeled unlabelled missing undefined unspecified unassigned notlabeled nolabel".split()
-MISSING = ("", "nan", "NaN", "NAN", "Nan", "NaT")
-LIKE_NUMBERS = {
-    "na",
-    "n/a",
-    "null",
-    "none",
-    "inf",
-    "-inf",
-    "?",
-    "-",
-}  # no names of classes or columns
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
-
-
-def short(text) -> str:
-    """Shorten a text to 60 characters."""
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def open_npz(file, ignore=()) -> "Arrays":
