@@ -84,8 +84,9 @@ def read_tables(sources, tables, columns, folder, ignore):
         ends = Ends(*(nodes[end] for end in kind.split(",")[::2]))
         add(kind, _edges_and_columns(sources[kind], folder, ends, edge_columns, ignore))
     if unused := sorted(edge_columns.keys() - {name.partition(":")[0] for name in arrays}):
-        where = ", ".join(map(sources.get, relations))
-        raise StoreError(f"none of {where} has the column {edge_columns[unused[0]]}")
+        raise StoreError(
+            f"none of {', '.join(map(sources.get, relations))} has the column {edge_columns[unused[0]]}"
+        )
     if unused := [name for name, tables in ignore.items() if not tables]:
         raise StoreError(f"ignore: none of the tables has a column {unused[0]!r}")
     return arrays
@@ -229,10 +230,10 @@ class Keys(NamedTuple):
         if different.any():
             first = int(different.argmax())
             of_edges, rows = (plural(count, "row") for count in counts[:, first].tolist())
-            edge = self.called(codes.dictionary[first].as_py())
+            key = codes.dictionary[first].as_py()
             raise StoreError(
-                f"{self.source} has {of_edges} of the edge {edge}, {table.name} has {rows}: "
-                "one of each is needed, unless both have one order"
+                f"{self.source} has {of_edges} of the edge {self.called(key)}, "
+                f"{table.name} has {rows}: one of each is needed, unless both have one order"
             )
         return np.argsort(parts[1])[parts[0]]
 
@@ -255,8 +256,9 @@ def edge_rows(file, folder, name, ignore, keys):
         columns = [j for j in range(table.width) if j not in [ids, *ends]]
         if not columns or len(columns) > 1 and not COLUMNS[name].wide:
             needed = "some are" if COLUMNS[name].wide else "one is"
-            count = plural(len(columns), "column")
-            raise StoreError(f"{file} has {count} for {name}: {needed} needed")
+            raise StoreError(
+                f"{file} has {plural(len(columns), 'column')} for {name}: {needed} needed"
+            )
         by_ids = named or ids is not None and not ends
         key = [ids] if by_ids else []
         arrays = _spooled(table, folder, dict(zip(ends, keys.nodes)), {name: columns}, key)
@@ -384,9 +386,10 @@ def _found_ends(table, nodes, taken=()) -> list[int]:
     if [*map(len, found)] == [1, 1]:
         return sum(found, [])
     if any(found):
-        names = short(", ".join(table.names))
-        ends = ", one ".join(nodes.called())
-        raise StoreError(f"{table.name} has the columns {names}: call one {ends}")
+        raise StoreError(
+            f"{table.name} has the columns {short(', '.join(table.names))}: "
+            f"call one {', one '.join(nodes.called())}"
+        )
     if of is not nodes.destination:
         return []
     id_words = [words_of(of.id_name or ""), words_of(of.type)]

@@ -109,8 +109,9 @@ def check_header(table, columns):
     if table.names and all(
         nodes.kind is str and nodes.have([table.names[j]]) for j, nodes in columns.items()
     ):
-        header = short(",".join(table.names))
-        raise StoreError(f"{table.name}: its header {header} names nodes: put one above it")
+        raise StoreError(
+            f"{table.name}: its header {short(','.join(table.names))} names nodes: put one above it"
+        )
 
 
 def id_column(table, ids, things="nodes") -> int | None:
@@ -337,9 +338,11 @@ def node_column(file, nodes, name, ignore=()) -> np.ndarray:
         columns = [j for j in range(table.width) if j != node]
         several = is_labels and all(table.kinds[j] in ("whole", "real", "empty") for j in columns)
         if len(columns) != (is_labels or name in COLUMNS) and not (columns and several):
-            actual = short(table.column(*range(table.width)))
             cure = "; --ignore leaves columns out" if table.names else ""
-            raise StoreError(f"{file} has the columns {actual}, which are no {name}{cure}")
+            raise StoreError(
+                f"{file} has the columns {short(table.column(*range(table.width)))}, "
+                f"which are no {name}{cure}"
+            )
         if columns and node is not None:
             table.notes.append(
                 f"{table.column(node)} taken as ids, {table.column(*columns)} as {name}"

@@ -243,8 +243,8 @@ class Table:
         values = parse(cells)
         if values is None:
             row = first_bad(cells, parse)
-            cell = short(cells[row].as_py())
-            raise self.error(first + row, f"{self.column(j)} is no {form}: {cell!r}")
+            problem = f"{self.column(j)} is no {form}: {short(cells[row].as_py())!r}"
+            raise self.error(first + row, problem)
         return values
 
     def _lists(self, first, j, cells) -> np.ndarray:
@@ -335,8 +335,8 @@ class Table:
 
     def say(self, *notes, say=print):
         """Print one line: what was guessed, the number of rows, and `notes`."""
-        rows = plural(self.rows, "row")
-        say(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
+        notes = [*self.notes, plural(self.rows, "row"), *notes]
+        say(f"{Path(self.name).name}: {', '.join(notes)}")
 
     def _batches(self, types):
         """Yield the columns {column: cells} of `types` {column: type} in each batch; pyarrow's errors are reworded with the

@@ -314,8 +314,10 @@ class Arrays:
                 f"which mean the same: keep one, or ignore={present[1]}{self.suffix}"
             )
         if needed and not present:
-            available = ", ".join(self._values) or "none"
-            raise self.error(f"it has no array {' or '.join(names)}; its arrays are {available}")
+            raise self.error(
+                f"it has no array {' or '.join(names)}; "
+                f"its arrays are {', '.join(self._values) or 'none'}"
+            )
         return present[0] if present else None
 
     def read(self, name, kinds="biuf"):

@@ -93,7 +93,7 @@ def run(command, path, **options) -> int:
     if command == "build":
         split = {part: file for part in SPLITS if (file := options.pop(part))}
         source = by_type(options.pop("source"))
-        build(source, path, split=split or None, progress=True, **options)
+        build(source, path, split=split, progress=True, **options)
     if command == "split":
         parts = extra(".parts", "split")
         target = parts.split(path, progress=True, **options)

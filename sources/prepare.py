@@ -334,8 +334,10 @@ def _read_graph(arrays, params, source):
             graph.setdefault(name, {})[kind] = values
         of.close(num_nodes, num_edges)
     if len(labelled) > 1 and target is None or target and target not in labelled:
-        which = ", ".join(labelled) or "no type"
-        raise arrays.error(f"there are labels of {which}: keep those of one, as target=TYPE does")
+        raise arrays.error(
+            f"there are labels of {', '.join(labelled) or 'no type'}: "
+            "keep those of one, as target=TYPE does"
+        )
     if split and not labelled:
         raise arrays.error("it has a split, and no labels (y): give them, or leave it out")
     return graph, split
@@ -369,8 +371,10 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         shapes = [np.shape(tables.get(kind, [[]])) for kind in graph["edge_index"]]
         widths = sorted({shape[1] if len(shape) > 1 else 1 for shape in shapes})
         if len(widths) > 1:
-            wide = " or ".join(map(str, widths))
-            arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
+            arrays.say(
+                f"edge_features have {' or '.join(map(str, widths))} columns, by type: "
+                "narrower ones get zeros"
+            )
     if graph["features"] is None:
         if numbers:
             arrays.find(*FEATURES, needed=True)
