@@ -125,8 +125,9 @@ class Table:
                 if not self.widths[j]:
                     raise self.error(0, f"{self.column(j)} is empty: a list of numbers is needed")
         if self.names and len(set(self.names)) < self.width:
-            twice = max(self.names, key=self.names.count)
-            raise StoreError(f"{name} has two columns called {twice!r}")
+            raise StoreError(
+                f"{name} has two columns called {max(self.names, key=self.names.count)!r}"
+            )
 
     def _leave_out(self, ignore):
         """Leave out the columns to ignore, see above."""

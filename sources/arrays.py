@@ -138,9 +138,9 @@ def from_object(graph, extra, ignore=(), file=None) -> "Arrays":
         for ends in graph.canonical_etypes:
             suffix = "" if single else f":{','.join(ends)}"
             arrays[f"edge_index{suffix}"] = torch.stack(graph.edges(etype=ends))
-            # without the ids that DGL adds
-            columns = {n: v for n, v in graph.edges[ends].data.items() if n != "_ID"}
-            arrays |= {f"edata.{name}{suffix}": value for name, value in columns.items()}
+            for name, value in graph.edges[ends].data.items():
+                if name != "_ID":  # the ids that DGL adds
+                    arrays[f"edata.{name}{suffix}"] = value
     elif hasattr(graph, "node_types") and hasattr(graph, "edge_types"):
         arrays = dict(graph.to_dict().get("_global_store", {}))  # arrays without a type: refused
         arrays |= {f"num_nodes:{name}": graph[name].num_nodes for name in graph.node_types}
