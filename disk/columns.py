@@ -162,7 +162,7 @@ class Column:
     dtype: str | None = None  # of the file; None: that of the checked array
     metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
     help: str | None = None
-    cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
+    cells: type = float  # of tables; those of str identify, and are numbered if they are text
     wide: bool = False  # whether its rows are vectors: [M, D] or [V, D]
     # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
     elsewhere: Callable | None = None
@@ -211,7 +211,7 @@ EDGE_TYPE = Column(  # its relation, numbered from 0; each neighbour list is sor
     check=check_types,
     aliases=("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
     flag="types",
-    cells=np.int64,
+    cells=str,
     describe=described_edge_types,
 )
 EDGE_TIME = Column(  # when an edge appeared; each list, or each type's part of it, is sorted by it
@@ -232,7 +232,7 @@ EDGE_FEATURES = Column(  # for layers that see edges
     flag="edge_features",
     metavar="COLUMNS",
     help=f"{USAGE['edge'][1]}; several columns as a,b,c",
-    cells=np.float32,
+    cells=list,
     describe=lambda graph: f"features {graph.edge_dim} x {graph.meta['edge_dtype']}",
 )
 NODE_TIME = Column(  # the time at which a node is classified
