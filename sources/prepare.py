@@ -325,7 +325,8 @@ def _read_graph(arrays, params, source):
             if target in (None, kind) and (labels is not None or not kind):
                 graph["labels"] = {kind: labels}
                 split = found(of, num_nodes, params.get("split"))
-                source |= {"classes": of.classes} if of.classes else {}
+                if of.classes:
+                    source["classes"] = of.classes
         if "," in kind or not kind:
             kind = tuple(kind.split(",")) if kind else kind
             graph["edge_index"][kind] = of.edge_index()
