@@ -33,8 +33,14 @@ def build(path, arrays, params, source, *, seed, progress):
         batches, count, entries = crystals(arrays, params.get("radius", 4.0))
     split = graph_split(arrays, count, params.get("split"), seed)
     arrays.close()
-    options = {"split": split, "progress": progress, "source": source | entries}
-    return build_graphs(path, batches, labels=arrays.find("labels") is not None, **options)
+    return build_graphs(
+        path,
+        batches,
+        labels=arrays.find("labels") is not None,
+        split=split,
+        source=source | entries,
+        progress=progress,
+    )
 
 
 def molecules(arrays):
