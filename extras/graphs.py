@@ -74,8 +74,7 @@ class GraphLoader(NodeLoader):
                 raise ValueError(f"ids is {ids!r}: the parts are {', '.join(graphs.split)}")
             ids = graphs.split[ids]
         ids = range(len(graphs)) if ids is None else ids
-        options.update(batch_size=batch_size, load_batch=self._read)
-        super().__init__(graphs, ids, (), **options)
+        super().__init__(graphs, ids, (), batch_size=batch_size, load_batch=self._read, **options)
 
     def _read(self, batch, slot):
         return batch._replace(blocks=[self.graphs.batch(batch.seeds)])
