@@ -37,6 +37,14 @@ WITHOUT = {  # contender: the tricks that are turned off
 }
 
 
+class Leaking(Links):
+    """Links whose own edges carry messages in their step."""
+
+    def draw(self, batch):
+        nodes, _, y = super().draw(batch)
+        return nodes, {}, y
+
+
 def network(args, store, links, dropout, **options):
     """Build the network of --model and --heads, with initial weights of seed 0; options: of a GNN."""
     torch.manual_seed(0)
@@ -53,17 +61,31 @@ def network(args, store, links, dropout, **options):
 
 
 def training(
-    args, store, sampler, net, nodes, *, links=None, bf16=False, depth=0, features=None, **options
+    args,
+    store,
+    sampler,
+    net,
+    nodes,
+    *,
+    links=None,
+    bf16=False,
+    depth=0,
+    features=None,
+    share=None,
+    **options,
 ):
     """Prepare steps of a loop like train.py's, over epochs of `nodes` or of the pairs of `links`.
 
-    depth: batches prepared ahead. features: used instead of the store's. options: of a FeatureRing.
+    depth: batches prepared ahead. features: used instead of the store's. share: options of a NodeLoader, of this process's
+    part of the steps. options: of a FeatureRing.
     """
     features = store.features.tensor if features is None else features
     options["dtype"] = torch.bfloat16 if bf16 else None
     ring = FeatureRing(features, store.labels, slots=depth + 1, gather=gather_rows, **options)
     options = {"batch_size": args.batch_size, "draw": links and links.draw, "depth": depth}
-    loader = NodeLoader(store, nodes, args.fanout, sampler=sampler, ring=ring, **options)
+    loader = NodeLoader(
+        store, nodes, args.fanout, sampler=sampler, ring=ring, **(share or {}), **options
+    )
     batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
     optimizer = Adam(net.parameters(), lr=0.003, fused=True)
 
@@ -91,7 +113,9 @@ def ours(args, link=None, *, without=(), bf16=False, dropout=0.5):
     csc = graph.indptr, graph.indices
     options = {"threads": args.threads, "backend": "torch" if "sampler" in without else "native"}
     sampler = NeighborSampler(*csc, args.fanout, check=False, **options)
-    links = Links(graph, *csc, exclude=link == "exclude") if link else None
+    links = None
+    if link:
+        links = Links(graph, *csc) if link == "exclude" else Leaking(graph, *csc)
     options = {"links": links, "bf16": bf16, "reuse": "buffers" not in without}
     if args.model == "sage" and "first hop" not in without:
         options["aggregate"] = self_and_mean

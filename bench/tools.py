@@ -280,26 +280,39 @@ def watch(work):
     }
 
 
-def take_rounds(step, path, rounds, each):
-    """Take rounds of `each` steps, with the files of a store, which no process maps, dropped from the page cache before
-    -> figures of `watch`; batches_per_s: the median rate without the first quarter, in which caches fill; rates: of
+def take_rounds(step, path, rounds, each, begin=int):
+    """Call begin() and take rounds of `each` steps, with the files of a store, which no process maps, dropped from the page cache before
+    -> figures of `watch`; batches_per_s: the median rate without the first quarter, in which caches fill; batches, read and
+    cpu: number of batches without this quarter, bytes read from the disk and seconds of all cores for them; rates: of
     each round; last_loss, equal for all contenders that draw uniformly."""
     for file in Path(path).iterdir():
         with open(file, "rb") as data:
             os.fsync(data.fileno())
             os.posix_fadvise(data.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     rates = []
+    used = [resource.getrusage(resource.RUSAGE_SELF)]
 
     def run():
+        begin()
         for _ in range(rounds):
             start = time.perf_counter()
             losses = [step(i)["loss"] for i in range(each)]
             rates.append(each / (time.perf_counter() - start))
+            used.append(resource.getrusage(resource.RUSAGE_SELF))
         return losses[-1]
 
     loss, figures = watch(run)
-    rate = statistics.median(rates[rounds // 4 :])
-    return figures | {"batches_per_s": rate, "last_loss": loss, "rates": rates}
+    skipped = rounds // 4
+    first = used[skipped]
+    last = used[-1]
+    return figures | {
+        "batches_per_s": statistics.median(rates[skipped:]),
+        "batches": each * (rounds - skipped),
+        "read": 512 * (last.ru_inblock - first.ru_inblock),
+        "cpu": last.ru_utime + last.ru_stime - first.ru_utime - first.ru_stime,
+        "last_loss": loss,
+        "rates": rates,
+    }
 
 
 def forward(layers, blocks, h, dropout=0.0, call=lambda layer, block, h, last: layer(block, h)):

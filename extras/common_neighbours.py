@@ -76,7 +76,6 @@ class CommonNeighbours:
     def pair_features(self, pairs, times=None, count=None):
         """Compute the first `count` columns, or all, of pairs int64 [P, 2], at times int64 [P] or, if None, with all edges ->
         float32 [P, count]."""
-        times = None if self.times is None else times
         code = kernels.load_links(self.edges.sources.dtype, pairs.device)
         sums = self._by_kernel(code, pairs, times) if code else self._summed(pairs, times)
         columns = [sums.log1p()]
@@ -84,7 +83,7 @@ class CommonNeighbours:
         if count > len(COMMON):
             if self.times is None:
                 columns.append(self.paths.between(pairs).log1p().unsqueeze(1))
-            columns += self._of_destination(pairs[:, 1], times)
+            columns.append(self._of_destination(pairs[:, 1], times))
         return torch.cat(columns, 1)[:, :count]
 
     def _by_kernel(self, code, pairs, times):
@@ -94,7 +93,7 @@ class CommonNeighbours:
             "P": len(pairs),
             "indptr": self.edges.indptr,
             "sources": self.edges.sources,
-            "pair_times": times if times is None else times.contiguous(),
+            "pair_times": times,
             "times": None if times is None else self.times,
             "ordered": None if times is None else self.ordered,
             "strict": self.strict,
@@ -122,8 +121,7 @@ class CommonNeighbours:
         few, many = torch.where(degree[:, :1] <= degree[:, 1:], pairs, pairs.flip(1)).unbind(1)
         sums = torch.zeros(len(pairs), len(COMMON), device=pairs.device)
         counts = degree.amin(1)
-        parts = (counts.cumsum(0) // CHUNK).unique_consecutive(return_counts=True)[1].tolist()
-        for rows in torch.arange(len(pairs), device=pairs.device).split(parts):
+        for rows in chunks_of(counts, CHUNK):
             places = expand(edges.indptr[few[rows]], counts[rows])
             row = rows.repeat_interleave(counts[rows])
             if times is not None:
@@ -145,7 +143,7 @@ class CommonNeighbours:
         return sums
 
     def _of_destination(self, nodes, times):
-        """Compute the columns of destinations [P] -> list of float32 [P, 1]."""
+        """Compute the columns of destinations [P] -> float32 [P, columns]."""
         degree = self._degrees(nodes, times, True)
         columns = [degree.float().log1p()]
         if self.times is not None:
@@ -154,7 +152,7 @@ class CommonNeighbours:
             age = (now.double() - last.double()).clamp(min=0)  # as int64 it may wrap around
             recent = ((self.span + 1) / (age + 1)).log().clamp(min=0)
             columns.append(torch.where(degree > 0, recent, 0).float())
-        return [column.unsqueeze(1) for column in columns]
+        return torch.stack(columns, 1)
 
     def against_all(self, sources, count=None):
         """Compute the first `count` columns, or all, of sources int64 [n] with every node, with all edges -> float32
@@ -174,7 +172,7 @@ class CommonNeighbours:
         kept = others != nodes
         sums = torch.zeros(len(sources) * V, len(COMMON))
         nodes = nodes[kept]
-        sums.index_add_(0, (row * V + others)[kept], self.weights[self.edges.indptr.diff()[nodes]])
+        sums.index_add_(0, (row * V + others)[kept], self.weights[edges.indptr.diff()[nodes]])
         sums = sums.view(len(sources), V, -1)
         sums[torch.arange(len(sources)), sources] = 0
         columns = [sums.log1p_()]
@@ -193,7 +191,13 @@ class CommonNeighbours:
     def node_features(self):
         """The columns of every node as a destination, with all edges, [V, columns]."""
         nodes = torch.arange(self.edges.indptr.numel() - 1)
-        return torch.cat(self._of_destination(nodes, None), 1)
+        return self._of_destination(nodes, None)
+
+
+def chunks_of(counts, most):
+    """Split rows with `counts` [n] entries each into parts of about `most` entries -> indices of the rows of each."""
+    parts = (counts.cumsum(0) // most).unique_consecutive(return_counts=True)[1].tolist()
+    return torch.arange(len(counts), device=counts.device).split(parts)
 
 
 def _once(nodes, row, ends):

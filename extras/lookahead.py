@@ -37,7 +37,7 @@ from features import prefetch
 # batches sampled per batch fetched while the window fills, so that training need not wait until it is full
 RAMP = 2
 # average uses of each page of the table in a default window: MIN gains little from a longer one
-TOUCHES = 2
+TOUCHES = 3
 SHARES = 1 / 8, 1 / 2, 3 / 4  # of the free memory that rows may take; pages get the rest
 ROOM = 15 / 16  # share of the free memory for pages; the rest is left to other processes
 AHEAD = 1 << 21  # bytes of one read-ahead request to the kernel
@@ -355,6 +355,8 @@ class LookaheadCache(CachedFeatures):
                 size += sum(tensor.nbytes for tensor in block if tensor is not None)
             fitting = (self.budget / 4 + self.room / 32) / world / size
             self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if self.room else 0
+            # the window is in the memory that was counted as pages'
+            self.room = max(0, self.room - int(self.lookahead * world * size))
         if self.together:
             self.room, self.lookahead = self.together.agreed(self.room, self.lookahead)
         if not self.room or self.together and not self.together.plans:

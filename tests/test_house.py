@@ -159,7 +159,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     ),
     "names": (
         "extras/names.py",
-        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures|name_features",
+        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures",
     ),
     "memory plan": (
         "run/plan.py",
@@ -172,7 +172,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     "DGL and PyG": ("extras/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
     "pictures, traces": (
         "extras/pictures.py",
-        "timeline|tensorboard|profile\\b|[.]curve|draw_curve|matplotlib|SummaryWriter",
+        "timeline|tensorboard|profile\\b|[.]curve|matplotlib|SummaryWriter",
     ),
     "own model file": (
         "run/own_model.py",
@@ -266,9 +266,9 @@ def _crowded(tree):
 
 
 def _long_returns(tree):
-    """Yield returns of more than 3 values; a backward of autograd has to have as many as its forward has arguments."""
+    """Yield returns of more than 3 values; gradients of autograd have to be as many as its forward has arguments."""
     for function in _walked(tree):
-        if isinstance(function, ast.FunctionDef) and function.name != "backward":
+        if isinstance(function, ast.FunctionDef) and function.name not in ("backward", "gradients"):
             for node in ast.walk(function):
                 if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
                     if len(node.value.elts) > 3:

@@ -19,16 +19,29 @@ import torch
 import ddp
 import loader
 import store
+import train
 from disk import files, reader
 from disk.files import StoreError
 from extras import cache, lookahead
 from extras.lookahead import LookaheadCache
 from features import CachedFeatures, FeatureRing
 from native import build
+from run import placement
 from sampler import NeighborSampler
-from store import GraphStore
-from tests.common import _end, _fork, _in_child, _store, _threads
-from tests.stores import _refuses
+from sources import prepare
+from store import GraphStore, build_store
+from tests.common import (
+    _end,
+    _fork,
+    _graph,
+    _in_child,
+    _log,
+    _same_weights,
+    _split,
+    _store,
+    _threads,
+)
+from tests.stores import _events, _refuses
 
 # disk/reader.py
 
@@ -599,3 +612,61 @@ def test_a_failing_disk_leaves_the_cache_right(tmp_path, monkeypatch):
         except StoreError:
             failures += 1
     assert failures > 10 and rows.hit_rate > 0
+
+
+EVENTS = _events(2000, 30000)
+ON_DISK = {  # columns, flags
+    "int8": ({"feature_dtype": "int8"}, ""),
+    "bf16": ({"feature_dtype": "bfloat16"}, "--model gcn"),
+    "features of edges": ({"edge_features": EVENTS["edge_features"]}, "--model gat"),
+    "times": ({name: EVENTS[name] for name in ("edge_time", "node_time")}, "--model gin"),
+    "links": ({}, "--task link --model gcn"),
+    "types": (None, "--model rgcn"),
+}
+
+
+def _with_little_memory(free, words):
+    """Run train.py as if so many bytes were free, in a fork."""
+    files.free_host_bytes = lambda root="/": free
+    placement.choose_mode = lambda *_, **__: ("cpu-cpu", "", "")
+    return train.main(words)
+
+
+@pytest.mark.parametrize("procs", [1, 2])
+@pytest.mark.parametrize("kind", ON_DISK)
+def test_rows_on_disk_change_no_bit(kind, procs, tmp_path):
+    """Trained with planned pages, resumed with another cache, evaluated on all neighbours."""
+    columns, flags = ON_DISK[kind]
+    if columns is None:
+        mag = "synthetic-mag:scale=0.0005"
+        path = prepare.prepare(mag, tmp_path, progress=False)
+    else:
+        ids = np.split(np.arange(1200), [900, 1100])
+        split = dict(zip(("train", "valid", "test"), ids))
+        path = build_store(tmp_path / "g", **_graph(2000, 30000, 64) | {"split": split}, **columns)
+    free = sum(file.stat().st_size for file in path.iterdir())
+    free -= (path / "features.npy").stat().st_size // 3
+    common = f"--dataset {path} --gpus 0 --procs {procs} --mode cpu-cpu --fanout 4,4 --hidden 8"
+    common += f" --batch-size 90 {flags}"
+
+    def run(name, words, function=train.main, *first):
+        files = f"--checkpoint {name}.pt --log {name}.log"
+        if "link" not in flags:
+            files += f" --predict {name}.npy --predict-what logits"
+        words = _split([common, files, words])
+        return _end(_fork(tmp_path / "out", function, *first, words, cwd=tmp_path))
+
+    run("memory", "--epochs 4")
+    little = _with_little_memory, free
+    run("disk", "--epochs 2 --cache 9KB --lookahead 7", *little)
+    run("disk", "--epochs 4 --cache 20KB --resume auto", *little)
+    logs = [_log(tmp_path / f"{name}.log") for name in ("memory", "disk")]
+    assert [entry["bytes_read"] > 0 for entry in logs[1] if "epoch" in entry] == [True] * 4
+    same = [
+        [(e.get("loss"), e.get("valid_sampled"), e.get("exact")) for e in (*log[:2], *log[-3:])]
+        for log in logs
+    ]
+    assert same[0] == same[1]
+    assert _same_weights(tmp_path / "memory.pt", tmp_path / "disk.pt")
+    for file in tmp_path.glob("memory.npy"):
+        assert file.read_bytes() == (tmp_path / "disk.npy").read_bytes()
