@@ -168,9 +168,10 @@ class NodeLoader:
                 raise ValueError(f"{name} is {given[name]}: at least {least} is needed")
         if not load_batch and (sampler is None or ring is None):
             tables = _tables(graph, edges)
+        indptr = getattr(graph, "indptr", None)
         self._length = "V"  # of a mask
-        if hasattr(graph, "indptr"):
-            self._length = len(graph.indptr) - 1
+        if indptr is not None:
+            self._length = len(indptr) - 1
         elif hasattr(graph, "__len__") and not isinstance(graph, tuple):  # small graphs
             self._length = len(graph)
         self.draw = draw
