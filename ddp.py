@@ -31,6 +31,7 @@ import traceback
 import zlib
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import pairwise
 from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import NamedTuple
@@ -82,11 +83,12 @@ class Ranks(NamedTuple):
         take no part in the loss."""
         if self.world == 1:
             return model
-        ids = [self.device] if self.gpus else None
         distributed = torch.nn.parallel.DistributedDataParallel
         sparse = [f"{name}.weight" for name, module in model.named_modules() if _is_sparse(module)]
         distributed._set_params_and_buffers_to_ignore_for_model(model, sparse)
-        parallel = distributed(model, device_ids=ids, find_unused_parameters=unused)
+        parallel = distributed(
+            model, device_ids=[self.device] if self.gpus else None, find_unused_parameters=unused
+        )
         self.check_equal(model)
         # on CPU time every step, for `exchange` of run/report.py; on a GPU DDP times every hundredth, at no cost
         if not self.gpus:
@@ -123,12 +125,11 @@ class Ranks(NamedTuple):
     def machines(self):
         """Return the ranks of each machine, a list of ranges; a collective of all ranks."""
         firsts = sorted({*self.gather(self.rank - self.local_rank)})
-        return [range(*ends) for ends in zip(firsts, [*firsts[1:], self.world])]
+        return [range(*ends) for ends in pairwise([*firsts, self.world])]
 
     def group_here(self):
         """Make a process group of the ranks of this machine, with gloo; a collective of all ranks of all machines."""
-        machines = [[*ranks] for ranks in self.machines()]
-        return dist.new_subgroups_by_enumeration(machines, TIMEOUT, "gloo")[0]
+        return dist.new_subgroups_by_enumeration([*map(list, self.machines())], TIMEOUT, "gloo")[0]
 
     def reduce(self, tensor):
         """Sum a tensor over all ranks, in place -> the tensor."""
@@ -260,8 +261,11 @@ def _handling(handler):
     """Context in which `handler` handles the signals in STOPS that are not ignored; on a thread that is not the main one,
     where Python sets no handlers, none."""
     stops = STOPS if threading.current_thread() is threading.main_thread() else ()
-    handled = [number for number in stops if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, handler) for number in handled}
+    previous = {
+        number: signal.signal(number, handler)
+        for number in stops
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield
     finally:
@@ -344,11 +348,15 @@ def _run(worker, ranks, store, args):
     if ranks.gpus:
         torch.cuda.set_device(ranks.device)
         os.sched_setaffinity(0, cores_near(torch.cuda.get_device_properties(ranks.device)))
-    backend = "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo"
-    # given device_id, NCCL connects now and never guesses a device
-    where = {"rank": ranks.rank, "world_size": ranks.world, "store": store}
-    where["device_id"] = ranks.device if ranks.gpus else None
-    dist.init_process_group(backend, timeout=TIMEOUT, **where)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if ranks.gpus else "gloo",
+        timeout=TIMEOUT,
+        rank=ranks.rank,
+        world_size=ranks.world,
+        store=store,
+        # given it, NCCL connects now and never guesses a device
+        device_id=ranks.device if ranks.gpus else None,
+    )
     try:
         ranks.barrier()  # a rank that ends breaks the connections that others still make
         code = worker(ranks, *args) or 0
@@ -383,8 +391,9 @@ def share_cores(processes):
     which torch goes by. torchrun sets it to 1 where it is not: under torchrun that is no choice of a person."""
     asked = os.environ.get("OMP_NUM_THREADS")
     if asked is None or asked == "1" and under_torchrun():
-        has_affinity = hasattr(os, "sched_getaffinity")
-        cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count()
+        cores = os.cpu_count()
+        if hasattr(os, "sched_getaffinity"):
+            cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // processes))
 
 

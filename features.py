@@ -26,7 +26,7 @@ import math
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -129,8 +129,9 @@ class CudaCopies:
 
     def event(self):
         """Record a timed event on the current stream."""
-        event = torch.cuda.Event(enable_timing=True)
-        return torch.cuda.current_stream(self.device).record_event(event)
+        return torch.cuda.current_stream(self.device).record_event(
+            torch.cuda.Event(enable_timing=True)
+        )
 
 
 class FeatureRing:
@@ -239,10 +240,9 @@ class FeatureRing:
                     slot, "rows", self.features, nodes, outer if self.first_hop else None
                 )
             finally:  # also if something fails after a copy has started
-                ready = self.copies and self.copies.event()
-                self.copied[slot] = ready
+                self.copied[slot] = self.copies and self.copies.event()
         return batch._replace(
-            blocks=moved, x=x, y=y, began=self.began[slot], ready=ready, edges=edges
+            blocks=moved, x=x, y=y, began=self.began[slot], ready=self.copied[slot], edges=edges
         )
 
     def _move(self, slot, blocks, y):
@@ -254,15 +254,14 @@ class FeatureRing:
             blocks = [blocks[0]._replace(indices=blocks[0].indices[:0]), *blocks[1:]]
         fields = [t for block in blocks for t in block] + [y]
         sent = [i for i, t in enumerate(fields) if t is not None and not t.is_cuda]
-        *starts, size = accumulate((-(-fields[i].nbytes // 16) * 16 for i in sent), initial=0)
-        if size:
-            part = lambda memory, t, a: memory[a : a + t.nbytes].view(t.dtype).view(t.shape)  # noqa: E731
-            memory = self._buffer(slot, "rest", (size,), torch.uint8)
-            for i, a in zip(sent, starts):
-                part(memory, fields[i], a).copy_(fields[i])
-            arriving = self.copies.copy(memory)
-            for i, a in zip(sent, starts):
-                fields[i] = part(arriving, fields[i], a)
+        sizes = [-(-fields[i].nbytes // 16) * 16 for i in sent]
+        if any(sizes):
+            like = lambda part, t: part[: t.nbytes].view(t.dtype).view(t.shape)  # noqa: E731
+            memory = self._buffer(slot, "rest", (sum(sizes),), torch.uint8)
+            for i, part in zip(sent, memory.split(sizes)):
+                like(part, fields[i]).copy_(fields[i])
+            for i, part in zip(sent, self.copies.copy(memory).split(sizes)):
+                fields[i] = like(part, fields[i])
         values = iter(fields)
         return [type(block)(*islice(values, len(block))) for block in blocks], next(values)
 
@@ -316,7 +315,7 @@ class FeatureRing:
         kept = self.buffers[name]
         if kept[slot] is None or kept[slot].numel() < size:
             kept[slot] = None  # free its memory before more is allocated
-            total = 1 << (size - 1).bit_length() if size else 0
+            total = 1 << (size - 1).bit_length()
             kept[slot] = torch.empty(
                 total, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda"
             )
@@ -438,8 +437,12 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
     """
     arrays = [indptr, indices, labels, getattr(features, "tensor", features), *more]
     if mode == "cuda-cuda":
-        empty = lambda a: torch.empty(a.shape, dtype=a.dtype, device=device)  # noqa: E731
-        return tuple(a if getattr(a, "is_cuda", False) else copy_rows(a, empty(a)) for a in arrays)
+        return tuple(
+            a
+            if getattr(a, "is_cuda", False)
+            else copy_rows(a, torch.empty(a.shape, dtype=a.dtype, device=device))
+            for a in arrays
+        )
     if mode == "pinned-cuda":
         return extra(".pinned", mode).views(arrays, device, spare)
     if mode not in MODES:
@@ -450,10 +453,9 @@ def place(indptr, indices, labels, features, mode, *, device="cpu", more=(), spa
 def copy_rows(source, target, ids=None):
     """Copy all rows of source, or rows ids, into target, a chunk at a time -> target."""
     step = rows_of_a_chunk(source)
-    plain = ids is None and isinstance(source, torch.Tensor)
     for a in range(0, len(target), step):
         b = min(a + step, len(target))
-        if plain:
+        if ids is None and isinstance(source, torch.Tensor):
             target[a:b] = source[a:b]
         else:
             rows = torch.arange(a, b, device="cpu") if ids is None else ids[a:b]

@@ -164,12 +164,12 @@ def readable(values):
 def checked_part(indptr, indices, rank, world):
     """Return the first node that a rank computes and the one after its last; IndexError if their lists are damaged."""
     # ranks' parts have equal numbers of edges
-    shares = [int(indptr[-1]) * r // world for r in range(1, world)]
-    bounds = [0, *(int(torch.searchsorted(indptr, share)) for share in shares), len(indptr) - 1]
-    first, last = bounds[rank : rank + 2]
+    shares = int(indptr[-1]) * torch.arange(world + 1, device="cpu") // world
+    bounds = torch.searchsorted(indptr, shares)
+    bounds[-1] = len(indptr) - 1
+    first, last = bounds[rank : rank + 2].tolist()
     ends = indptr[first : last + 1]
-    low = int(ends[0])
-    high = int(ends[-1])
+    low, high = ends[[0, -1]].tolist()
     if low < 0 or high > len(indices) or bool((ends[1:] < ends[:-1]).any()):
         raise IndexError(
             f"the graph is damaged: an offset in indptr of nodes {first} to {last - 1} is out of range or decreases"
@@ -194,8 +194,9 @@ def checked_features(x, V, inputs):
         or not hasattr(x, "gather")
         and not hasattr(x, "__array_interface__")
     ):
-        kind = f"{type(x).__name__}, {layout}"
-        raise ValueError(f"x is a {kind}: a dense tensor or array [V, F] is needed")
+        raise ValueError(
+            f"x is a {type(x).__name__}, {layout}: a dense tensor or array [V, F] is needed"
+        )
     rows = x.shape[0]
     if rows != V and (inputs is None or len(inputs.linears) and rows < inputs.first):
         raise ValueError(
@@ -389,8 +390,10 @@ def _float_tensor(h):
 
 def _rows(table, a, b, device):
     """Return rows a .. b - 1 of a tensor or features object, as float32 on a device."""
-    is_tensor = isinstance(table, Tensor)
-    rows = table[a:b] if is_tensor else table.gather(torch.arange(a, b, device="cpu"))
+    if isinstance(table, Tensor):
+        rows = table[a:b]
+    else:
+        rows = table.gather(torch.arange(a, b, device="cpu"))
     return rows.to(device, torch.float32)
 
 

@@ -47,8 +47,9 @@ class Graph(NamedTuple):
 
 def _tensor(name, values):
     """Return a tensor, or features with `gather`, as they are; what else is an array as a tensor in host memory."""
-    as_it_is = hasattr(values, "gather") and not is_sparse(values)
-    return values if as_it_is else as_tensor(name, values)
+    if hasattr(values, "gather") and not is_sparse(values):
+        return values
+    return as_tensor(name, values)
 
 
 def _tables(graph, edges):
@@ -61,7 +62,6 @@ def _tables(graph, edges):
             "Graph(*from_edge_index(data.edge_index, len(data.x)), data.x, data.y)"
         )
     V = len(graph.indptr) - 1
-    M = len(graph.indices)
     tables = {
         "features": _tensor("features", getattr(graph.features, "tensor", graph.features)),
         "labels": _tensor("labels", graph.labels),
@@ -70,31 +70,21 @@ def _tables(graph, edges):
         shaped("features", tables["features"], V, "F")
     shaped("labels", tables["labels"], V, *tables["labels"].shape[1:])
     if edges:
-        edge_features = _tensor(EDGE_FEATURES.name, getattr(graph, EDGE_FEATURES.name, None))
-        tables[EDGE_FEATURES.name] = shaped(EDGE_FEATURES.name, edge_features, M, "F")
+        name = EDGE_FEATURES.name
+        rows = _tensor(name, getattr(graph, name, None))
+        tables[name] = shaped(name, rows, len(graph.indices), "F")
     return tables
-
-
-def repeated(ids):
-    """Return an id that occurs more than once in a numpy array [n], or None; ids that rise are not sorted."""
-    if (ids[1:] > ids[:-1]).all():
-        return None
-    ids = np.sort(ids)
-    again = ids[1:][ids[1:] == ids[:-1]]
-    return again[0] if len(again) else None
 
 
 def _sampler(graph, fanouts, *, seed, edges, types):
     """Make the sampler of a loader, see `NodeLoader`; ValueError for draws by type without types."""
-    indptr = _tensor("indptr", graph.indptr).long()
-    indices = _tensor("indices", getattr(graph, "sampled_indices", graph.indices))
     disk_threads = getattr(graph, "sampling_threads", None)  # if the graph stays on disk
     kinds = getattr(graph, EDGE_TYPE.name, None)
     if types and kinds is None:
         raise ValueError(f"types is {types}: a graph with edge_type is needed to draw by type")
     return NeighborSampler(
-        indptr,
-        indices,
+        _tensor("indptr", graph.indptr).long(),
+        _tensor("indices", getattr(graph, "sampled_indices", graph.indices)),
         fanouts,
         edge_type=_tensor(EDGE_TYPE.name, kinds) if types else None,
         seed=seed,
@@ -171,17 +161,11 @@ class NodeLoader:
         load_batch=None,
         timed=nullcontext,
     ):
-        sizes = {
-            "batch_size": (batch_size, 1),
-            "depth": (depth, 0),
-            "threads": (threads, 1),
-            "accumulate": (accumulate, 1),
-            "rank": (rank, 0),
-            "world": (world, rank + 1),
-        }
-        for name, (value, least) in sizes.items():
-            if value < least:
-                raise ValueError(f"{name} is {value}: at least {least} is needed")
+        given = locals()
+        sizes = dict(batch_size=1, depth=0, threads=1, accumulate=1, rank=0, world=rank + 1)
+        for name, least in sizes.items():
+            if given[name] < least:
+                raise ValueError(f"{name} is {given[name]}: at least {least} is needed")
         if not load_batch and (sampler is None or ring is None):
             tables = _tables(graph, edges)
         indptr = getattr(graph, "indptr", None)
@@ -235,9 +219,11 @@ class NodeLoader:
     def seeds(self, seeds):
         # in host memory: a GPU would index it on a stream no slot waits for
         seeds = torch.from_numpy(part_ids("seeds", seeds, self._length))
-        if not (self.draw or self.load_batch) and (again := repeated(seeds.numpy())) is not None:
+        ids = np.sort(seeds.numpy())
+        again = ids[1:][ids[1:] == ids[:-1]]
+        if len(again) and not (self.draw or self.load_batch):
             raise ValueError(
-                f"seeds has node {again} more than once: give it once, or a `draw` that samples "
+                f"seeds has node {again[0]} more than once: give it once, or a `draw` that samples "
                 "batch.seeds.unique(return_inverse=True)"
             )
         self._seeds = seeds
@@ -249,15 +235,17 @@ class NodeLoader:
         return self.steps * self.accumulate
 
     def __repr__(self):
-        fields = {
-            "seeds": self.seeds,
-            "fanouts": getattr(self.node_sampler, "fanouts", None),
-            "total_batch": self.total_batch,
-            "steps": self.steps,
-            "epoch": self.epoch,
-            "step": self.step,
-        }
-        return shown(type(self).__name__, fields)
+        return shown(
+            type(self).__name__,
+            {
+                "seeds": self.seeds,
+                "fanouts": getattr(self.node_sampler, "fanouts", None),
+                "total_batch": self.total_batch,
+                "steps": self.steps,
+                "epoch": self.epoch,
+                "step": self.step,
+            },
+        )
 
     def __iter__(self):
         if self.looping:
@@ -281,16 +269,14 @@ class NodeLoader:
             options = {**self.options, "finish": ask(features, "collective")}
             if looking_ahead := ask(features, "looking_ahead"):
                 # blocks wait in memory for their rows: 120 MB for a thousand batches with 10,000 input nodes each
-                sampled = prefetch(self._sample, parts, **options)
-                sampled = stack.enter_context(closing(sampled))
+                sampled = stack.enter_context(closing(prefetch(self._sample, parts, **options)))
                 parts = stack.enter_context(looking_ahead(sampled))
                 options = {**options, "threads": 1}  # its plans are executed in order
             stream = stack.enter_context(closing(prefetch(self._make, parts, **options)))
-            steps = self._steps(epoch)
             for batch in stream:
                 batch.wait()
                 done = batch.step + batch.last
-                self.reached = (epoch, done) if done < steps else (epoch + 1, 0)
+                self.reached = (epoch, done) if done < self._steps(epoch) else (epoch + 1, 0)
                 self.epoch, self.step = self.reached
                 yield batch
         self.epoch = epoch + 1
@@ -339,9 +325,7 @@ class NodeLoader:
     def _parts(self, epoch, first):
         """Cut an epoch's seeds by step, from `first` on, pass and process -> iterator of batches without blocks."""
         order = self._order(epoch)
-        before = epoch * self._steps(epoch)  # steps of earlier epochs
-        if self.limits is not None:
-            before = sum(map(self._steps, range(epoch)))
+        before = sum(map(self._steps, range(epoch)))  # steps of earlier epochs
         for step in range(first, self._steps(epoch)):
             step_seeds, passes = self._passes(epoch, step, order)
             for i, seeds in enumerate(passes):

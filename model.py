@@ -236,22 +236,23 @@ class Neighborhood(NamedTuple):
     edges: Tensor | None = None  # [E, edge_dim]: features of edges, if the layer has an edge_dim
     types: Tensor | None = None  # [E]: types of edges, if the layer uses_types
 
+    block = property(lambda self: self[:3], doc="indptr, indices and messages.")
+
     def mean(self):
         """Average the neighbours' messages -> [S, width]; zero without edges."""
-        return mean_neighbours(self.indptr, self.indices, self.messages)
+        return mean_neighbours(*self.block)
 
     def max(self):
         """Take the maximum of the neighbours' messages by column -> [S, width]; zero without edges."""
-        return max_neighbours(self.indptr, self.indices, self.messages)
+        return max_neighbours(*self.block)
 
     def self_and_mean(self):
         """Put each destination's own message beside the mean of its neighbours' -> [S, 2 width]."""
-        return self_and_mean(self.indptr, self.indices, self.messages, self.self_rows)
+        return self_and_mean(*self.block, self.self_rows)
 
     def own_plus_mean(self, alpha, beta):
         """Add alpha [S] times the own message and beta [S] times the mean of the neighbours' -> [S, width]."""
-        block = self.indptr, self.indices, self.messages
-        return own_plus_mean(*block, alpha, beta, self_rows=self.self_rows)
+        return own_plus_mean(*self.block, alpha, beta, self_rows=self.self_rows)
 
     def edge_mean(self, dtype):
         """Average the features of each destination's edges -> [S, edge_dim] of a dtype; zero without edges."""
@@ -279,12 +280,11 @@ class Neighborhood(NamedTuple):
         term = None
         if edge_map is not None:
             factors, term = extra(".edge_features").attention_term(self, edge_map, attn.dtype)
+        out = None
         if fused and factors:
-            block = self.indptr, self.indices, self.messages
-            given = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
-            if (out := attention.attend(*block, target, attn, **given)) is not None:
-                return out
-        return self._attend(attn, target, term, drawn)
+            options = {"self_rows": self.self_rows, "drawn": drawn, "factors": factors}
+            out = attention.attend(*self.block, target, attn, **options)
+        return self._attend(attn, target, term, drawn) if out is None else out
 
     def _attend(self, attn, target, term, drawn):
         """`attend` in torch operations. term: function that returns what edges add, [E + S, K D], or None."""
@@ -359,7 +359,7 @@ class Conv(nn.Module):
         super().__init_subclass__(**options)
         cls.name = name or cls.__name__
         if cls.edge_features != "no":
-            cls.takes = (*dict.fromkeys((*cls.takes, "edge_dim")),)
+            cls.takes = {*cls.takes, "edge_dim"}
         if name is not None:
             CONVS[name] = cls
             for other in [*CONVS][[*CONVS].index(after) + 1 : -1] if after else ():
@@ -395,9 +395,9 @@ class Conv(nn.Module):
         if not self.edge_dim:
             return None
         shape = None if edges is None else [*edges.shape]
-        if shape != [count, self.edge_dim]:
-            needed = f"features of each edge, [{count}, {self.edge_dim}], are needed"
-            raise ValueError(f"edges is {shape}: {needed}")
+        needed = [count, self.edge_dim]
+        if shape != needed:
+            raise ValueError(f"edges is {shape}: features of each edge, {needed}, are needed")
         return edges
 
     def message(self, h, degree=None):
@@ -414,13 +414,15 @@ def check_rows(block, h):
     if on_cpu and count == S and len(indices) and int(indices.max()) >= count:
         raise ValueError("a block has global ids as indices: sample with relabel_outer=True")
     if on_cpu and (indices[int(block.indptr[-1]) :] >= 0).any():
-        end = (
-            f"indptr of a block ends at {int(block.indptr[-1])}, and it has {len(indices)} indices"
+        raise ValueError(
+            f"indptr of a block ends at {int(block.indptr[-1])}, and it has {len(indices)} indices: "
+            "those of no destination have to be -1"
         )
-        raise ValueError(f"{end}: those of no destination have to be -1")
     if not len(h) == count >= S:
-        needed = "one for each of block.src_nodes, destinations first, and blocks outermost first"
-        raise ValueError(f"x has {len(h)} rows: {max(count, S)} are needed, {needed}")
+        raise ValueError(
+            f"x has {len(h)} rows: {max(count, S)} are needed, one for each of block.src_nodes, "
+            "destinations first, and blocks outermost first"
+        )
 
 
 def unchanged(*modules, kinds=frozenset()):
@@ -530,8 +532,8 @@ class SAGEConv(MeanConv, name="sage"):
 
     def product(self):
         """Return the matrix [D, 2F] and bias [D] for pairs of own row and mean."""
-        weights = self.self_linear.weight, self.neigh_linear.weight
-        return torch.cat(weights, 1), self.self_linear.bias
+        weight = torch.cat([self.self_linear.weight, self.neigh_linear.weight], 1)
+        return weight, self.self_linear.bias
 
     def combine_pair(self, pair):
         """Apply the layer to own rows and means [S, 2F], in one product unless a linear map is customised -> [S, D]."""
@@ -633,8 +635,7 @@ class GINConv(Conv, name="gin"):
         # layer norm reduces two values to their signs, through which no gradient passes
         degenerate = norm == "layer" and out_dim < 3
         norms = [] if norm == "none" or degenerate else [NORMS[norm](out_dim)]
-        layers = [Linear(in_dim, out_dim), *norms, nn.ReLU(), Linear(out_dim, out_dim)]
-        self.mlp = MLP(*layers)
+        self.mlp = MLP(Linear(in_dim, out_dim), *norms, nn.ReLU(), Linear(out_dim, out_dim))
         self.eps = nn.Parameter(torch.zeros(1))
 
     def combine(self, near):
@@ -666,7 +667,6 @@ class GATv2Conv(Conv, name="gat"):
     def __init__(self, in_dim, out_dim, heads=1, *, mean=False, dropout=0.0, edge_dim=0):
         super().__init__()
         self.out_dim = out_dim
-        self.heads = heads
         self.mean = mean
         self.dropout = dropout
         self.edge_dim = edge_dim
@@ -691,8 +691,7 @@ class GATv2Conv(Conv, name="gat"):
 def head_width(out_dim, heads, mean):
     """Return how wide a head is: as the output if the `mean` of heads is taken, or its part if they are concatenated."""
     if not mean and out_dim % heads:
-        shared = f"width {out_dim} cannot be shared by {heads} heads"
-        raise ValueError(f"{shared}: give a multiple of {heads}")
+        raise ValueError(f"width {out_dim} cannot be shared by {heads} heads: it is no multiple")
     return out_dim if mean else out_dim // heads
 
 
@@ -782,15 +781,15 @@ class GNN(nn.Module):
             if isinstance(value, str) and value not in choices:
                 raise ValueError(f"{name} {value!r} is unknown: choose one of {', '.join(choices)}")
         if num_layers < 1 or heads < 1:
-            sizes = f"num_layers is {num_layers}, heads is {heads}"
-            raise ValueError(f"{sizes}: at least one of each is needed")
+            raise ValueError(f"num_layers is {num_layers}, heads is {heads}: give 1 or more")
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         options = {name: value for name, value in options.items() if value}
         for name in options.keys() - make.takes:
             able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes) or "none"
-            what = f"{name} {options[name]}, layers that do are {able}"
-            raise ValueError(f"conv {make.name!r} does not take {what}")
+            raise ValueError(
+                f"conv {make.name!r} does not take {name} {options[name]}, layers that do are {able}"
+            )
         given = dict(heads=heads, dropout=dropout, norm=norm) | options
         options = {name: given[name] for name in make.takes if name in given}
         self.inputs = inputs
@@ -820,8 +819,9 @@ class GNN(nn.Module):
             edges: features [E, edge_dim] of each block's edges, for layers with an edge_dim.
         """
         if len(blocks) != len(self.layers):
-            count = f"there are {len(blocks)} blocks for {len(self.layers)} layers"
-            raise ValueError(f"{count}: one a layer is needed")
+            raise ValueError(
+                f"there are {len(blocks)} blocks for {len(self.layers)} layers: one a layer is needed"
+            )
         low = x.dtype == torch.bfloat16 == torch.get_autocast_dtype(x.device.type)
         if not (low and torch.is_autocast_enabled(x.device.type)):
             x = x.to(next(self.parameters()).dtype)
@@ -880,10 +880,10 @@ class GNN(nn.Module):
         """Whether all layers may run as one autograd function: products without norms or residuals, no part customised."""
         if not fused or self.recompute or self.residuals or not is_gnn(self, ("step", "finish")):
             return False
-        if not all(of.one_product and type(of).forward is MeanConv.forward for of in self.layers):
-            return False
-        if any(of.edge_dim for of in self.layers):
-            return False
+        for layer in self.layers:
+            own_forward = type(layer).forward is not MeanConv.forward
+            if own_forward or not layer.one_product or layer.edge_dim:
+                return False
         parts = [*self.norms, *self.layers, *(f for layer in self.layers for f in layer.children())]
         return unchanged(*parts, kinds={nn.Identity, *map(type, self.layers)})
 
@@ -891,11 +891,10 @@ class GNN(nn.Module):
         """Run all layers as one autograd function of native/layers.py; None if it has none for these tensors."""
         drop = drop_byte(self.dropout) if self.training else 0
         drops = [(layer_seed(key, i) if drop else 0, drop) for i in range(len(self.norms))]
-        of = list(zip(self.layers, blocks, strict=True))
-        scales = [layer.factors(b, self._degree(layer, b, x.device)) for layer, b in of]
+        pairs = zip(self.layers, blocks)
+        scales = [layer.factors(b, self._degree(layer, b, x.device)) for layer, b in pairs]
         weights = [w for layer in self.layers for w in layer.product()]
-        given = {"aggregated": aggregated, "scales": scales, "drops": drops}
-        return fused.stack(blocks, x, weights, **given)
+        return fused.stack(blocks, x, weights, aggregated=aggregated, scales=scales, drops=drops)
 
     def _scaled(self, out):
         return out if self.target_scale is None else self.target_scale(out)
@@ -917,8 +916,9 @@ class GNN(nn.Module):
             # a hook, method or network may keep it, and ReLU is in place
             h = norm(h if residual is None else h + residual).clone()
             norm = residual = None
-        given = self.dropout, self.training, nodes, seed
-        return relu_dropout(h, *given, norm=norm, residual=residual)
+        return relu_dropout(
+            h, self.dropout, self.training, nodes, seed, norm=norm, residual=residual
+        )
 
 
 class SAGE(GNN):
@@ -941,8 +941,8 @@ def graph_degrees(indptr, indices):
 
 def check_nodes(ids, V):
     """Raise IndexError unless all ids [E], read from an unchecked graph, are in 0 .. V-1."""
-    low, high = (int(node) for node in ids.aminmax()) if ids.numel() else (0, -1)
-    if low < 0 or high >= V:
-        bad = low if low < 0 else high
-        nodes = f"its nodes are 0 to {V - 1}"
-        raise IndexError(f"the graph is damaged: indices holds {bad}, and {nodes}")
+    for node in ids.aminmax() if ids.numel() else ():
+        if not 0 <= node < V:
+            raise IndexError(
+                f"the graph is damaged: indices holds {node}, and its nodes are 0 to {V - 1}"
+            )

@@ -232,8 +232,14 @@ class NeighborSampler:
         if check:
             _check_graph(indptr, indices)
         fanouts = fanout_list(fanouts)
-        law = Law(indptr.contiguous(), indices.contiguous(), fanouts, edge_ids=edge_ids)
-        law = law._replace(threads=threads, rule=REPLACE if replace else UNIFORM)
+        law = Law(
+            indptr.contiguous(),
+            indices.contiguous(),
+            fanouts,
+            rule=REPLACE if replace else UNIFORM,
+            edge_ids=edge_ids,
+            threads=threads,
+        )
         method = None if method == UNIFORM.name else method
         if method or options or any(isinstance(k, list) for k in fanouts):
             law = with_options(law, method, options, check)
@@ -356,13 +362,13 @@ def _check_fanouts(fanouts, rule):
 def check_array(name, array, form, like, length=None):
     """Raise TypeError unless an array has a form such as "int32 or int64 [M]", the device of `like` and this length."""
     if not isinstance(array, Tensor):
-        given = type(array).__name__
-        raise TypeError(f"{name} is a {given}, a tensor is needed: torch.as_tensor({name})")
+        raise TypeError(
+            f"{name} is a {type(array).__name__}, a tensor is needed: torch.as_tensor({name})"
+        )
     if array.device != like.device:
         raise TypeError(f"{name} is on {array.device}, and indptr on {like.device}")
     length = max(array.numel(), "V+1" in form) if length is None else length
-    accepted = form.replace(",", "").split()
-    if str(array.dtype)[6:] not in accepted or array.shape != (length,):
+    if str(array.dtype)[6:] not in form.replace(",", "").split() or array.shape != (length,):
         raise TypeError(f"{name} must be {form}, not {kind(array)}")
 
 
@@ -535,10 +541,11 @@ class Sources:
         start = law.indptr.index_select(0, v)
         end = law.indptr.index_select(0, v + 1)
         degree = end - start
-        damaged = (start < 0) | (end < start) | (end > law.indices.numel()) | (degree > MOST_EDGES)
         # on a GPU the check would synchronize, and a read out of range is an assertion there anyway
-        if not v.is_cuda and bool(damaged.any()):
-            raise IndexError("a list in indptr")
+        if not v.is_cuda:
+            bad = (start < 0) | (end < start) | (end > law.indices.numel()) | (degree > MOST_EDGES)
+            if bad.any():
+                raise IndexError("a list in indptr")
         k = MOST_EDGES if hop.k < 0 else hop.k
         return Lists(slice(None), v, start, degree, k, hop.key)
 

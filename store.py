@@ -42,7 +42,7 @@ from torch import Tensor
 
 from disk import build, checks, columns, convert, files, lmdb_rows, sort
 from disk.build import BACKENDS, FORMAT
-from disk.columns import refuse_unknown
+from disk.columns import COLUMNS
 from disk.convert import within
 from disk.files import StoreError, reading
 from disk.lmdb_rows import LmdbFeatures
@@ -116,7 +116,8 @@ def build_store(
 
     Returns the path; raises StoreError for invalid input, a target that exists, a full disk.
     """
-    refuse_unknown(columns.keys())
+    for name in columns.keys() - COLUMNS.keys():
+        raise TypeError(f"build_store has no argument {name}: columns are {', '.join(COLUMNS)}")
     given = SimpleNamespace(**locals(), always=None)
     graph = build.checked(given)
     with files.complete_or_not_there(Path(path), build.bytes_needed(graph)) as building:
@@ -173,7 +174,7 @@ class GraphStore:
         self.options = [name for name, on in meta["options"].items() if on]
         for name, rows in columns.rows_of_arrays(meta).items():
             values = None
-            if name not in columns.COLUMNS or f"{name}.npy" in records:
+            if name not in COLUMNS or f"{name}.npy" in records:
                 values = self._map(f"{name}.npy")
                 if len(values) != rows:
                     raise ValueError(f"{name}.npy has {len(values)} rows, not {rows}")
@@ -198,8 +199,9 @@ class GraphStore:
         if self.indices.nbytes > free // 2:
             self.sampled_indices = self._map("indices.npy", ahead=False)
             self.sampling_threads = SAMPLERS
-        types = meta.get("node_types", [])
-        self.node_types = {str(name): (int(count), int(width)) for name, count, width in types}
+        self.node_types = {
+            str(name): (int(count), int(width)) for name, count, width in meta.get("node_types", [])
+        }
         rows = self.num_nodes
         if self.node_types:
             rows = sum(count for count, width in self.node_types.values() if width)
@@ -219,8 +221,9 @@ class GraphStore:
         else:
             self.features = self._rows = self._open_rows(shape, dtype, free)
         if "feature_scale" in meta:
-            codes = extra(".int8", "a store of codes of 8 bits")
-            self.features = codes.coded_features(self.features, meta, self.path)
+            self.features = extra(".int8", "a store of codes of 8 bits").coded_features(
+                self.features, meta, self.path
+            )
         kept = meta["feature_dtype"]
         rounded = kept in convert.KEPT_AS and self.features.dtype.is_floating_point
         self.kept_as = kept if rounded else ""
@@ -238,9 +241,13 @@ class GraphStore:
             lmdb_rows.check_lmdb(self.path, file, record)
             return LmdbFeatures(self.path / file, shape, dtype, meta["block_rows"], large)
         table = self._table = self._map(file, ahead=not large)
-        head = record["bytes"] - table.nbytes
-        graph = self.indptr.nbytes + self.indices.nbytes
-        return MmapFeatures(table.view(dtype), large, self.path, head, graph)
+        return MmapFeatures(
+            table.view(dtype),
+            large,
+            self.path,
+            head=record["bytes"] - table.nbytes,
+            beside=self.indptr.nbytes + self.indices.nbytes,
+        )
 
     @classmethod
     def open(cls, path) -> "GraphStore":
@@ -264,19 +271,20 @@ class GraphStore:
             if name == "split":  # parts may have been assigned
                 tensors = [*value.values()]
                 same = [*map(id, tensors)] == [*map(id, before.values())]
-            if any(map(_written, tensors)):
-                same = False
-                if name == "_table":
-                    raise StoreError(
-                        f"{self.path}: rows of its features were written in this process, "
-                        "and another reads the file's: build a store of them"
-                    )
-            if not same or name == "labels" and not torch.equal(value, now.labels):
+            written = any(  # by operations of torch
+                isinstance(of, Tensor) and not of.is_inference() and of._version for of in tensors
+            )
+            if written and name == "_table":
+                raise StoreError(
+                    f"{self.path}: rows of its features were written in this process, "
+                    "and another reads the file's: build a store of them"
+                )
+            if written or not same or name == "labels" and not torch.equal(value, now.labels):
                 changed[name] = value
         return GraphStore.open, (self.path,), changed
 
     def __repr__(self):
-        names = ["num_nodes", "num_edges", "features", *columns.COLUMNS]
+        names = ["num_nodes", "num_edges", "features", *COLUMNS]
         names += ["labels", "num_classes"] if self.labelled else []
         fields = {name: getattr(self, name) for name in names} | self.split
         fields |= {"node_types": self.node_types or None, "path": str(self.path)}
@@ -284,7 +292,7 @@ class GraphStore:
 
     def node_names(self) -> list[str] | None:
         """Return the nodes' names in the source data [V], or None without; StoreError if nodes.txt is damaged."""
-        names = self._names()
+        names = self.each_name()
         return names and [*names]
 
     def node_ids(self, values, name="ids", type=None) -> Tensor:
@@ -300,9 +308,9 @@ class GraphStore:
             StoreError: for another dtype, a node that there is not, or a name that nodes of several types have; names the first.
         """
         if type is None:
-            return columns.node_ids(name, values, self.num_nodes, self._names())
+            return columns.node_ids(name, values, self.num_nodes, self.each_name())
         typed = extra(".typed", "ids of a type")
-        return typed.ids_within(self, type, name, values, self._names())
+        return typed.ids_within(self, type, name, values, self.each_name())
 
     def given_edges(self, positions) -> Tensor:
         """Return the numbers that stored edges had when they were given to `build_store` -> int64 of the shape of `positions`.
@@ -339,7 +347,8 @@ class GraphStore:
         edges = convert.integers("edges", edges, "n")
         return torch.from_numpy(sort.places_of(columns.order_given(self).numpy(), edges))
 
-    def _names(self):
+    def each_name(self):
+        """Yield the nodes' names, in order, as `node_names`; return None without."""
         record = self.meta["files"].get(columns.NAMES)
         return record and extra(".names", "a store with names of nodes").read(self.path, record)
 
@@ -349,13 +358,10 @@ class GraphStore:
         self.features = extra(".names").reordered(self, names)
         self.feature_names = names
 
-    def take_features(self, features):
-        """Read other features of the same graph."""
-        self.features = features
-
-    def renumber(self, **arrays):
-        """Take num_classes, targets, num_edge_types or class_names of a network, which may have more of them than the graph."""
-        vars(self).update(arrays)
+    def take(self, **values):
+        """Take other features of the same graph, or num_classes, targets, num_edge_types or class_names of a network, which may
+        have more of them than the graph."""
+        vars(self).update(values)
 
     def take_split(self, split):
         """Set `split` to {part: ids}: one of the store's, see `numbered_split`, or another."""
@@ -386,11 +392,6 @@ class GraphStore:
 
     def _map(self, name, **options) -> Tensor:
         return files.map_npy(self.path, name, self.meta["files"][name], **options)
-
-
-def _written(value) -> bool:
-    """Return whether operations of torch have written to a tensor."""
-    return isinstance(value, Tensor) and not value.is_inference() and value._version > 0
 
 
 class StoredFeatures(convert.RowsByIndex):

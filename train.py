@@ -36,7 +36,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -65,7 +64,6 @@ from run.report import (
     describe,
     epoch_line,
     exchange,
-    kept_line,
     peak_memory,
     stages_line,
 )
@@ -123,15 +121,6 @@ class Eager:
                 self.optimizer.zero_grad(set_to_none=True)
 
 
-class Epoch(NamedTuple):
-    """What `Training.epoch` returns."""
-
-    step: int  # the next one
-    stopped: bool  # before its end, by a signal
-    figures: dict
-    laps: list  # of the `Clock`
-
-
 @dataclass(kw_only=True)
 class Training:
     """The epochs of a run. stepper: `Eager` or `StepGraphs`. best: the best epoch so far, as checkpoints keep it.
@@ -162,24 +151,28 @@ class Training:
                 break
             profiled = epoch == min(start + 1, plan.epochs - 1)
             with self.report.traced() if profiled else nullcontext():
-                trained = self.epoch(epoch, first)
+                done, figures, laps = self.epoch(epoch, first)
             first = 0
-            self.check(trained, epoch, draw=profiled)
-            if trained.stopped:
-                self.save(epoch, trained.step)
-                self.report.stopped(epoch + 1, trained.step)
+            if profiled:
+                self.report.draw("timeline", laps)
+            self.check(figures["loss"] or 0.0, epoch, done)
+            if self.stop.answer:
+                self.save(epoch, done)
+                self.report.stopped(epoch + 1, done)
                 ranks.barrier()
                 return self.stop.exit_code
-            figures = self.validate({"epoch": epoch + 1, **trained.figures})
+            figures = self.validate({"epoch": epoch + 1, **figures})
             ranks.say(advice(ranks, figures) if epoch == start else "")
             self.save(epoch + 1, 0)
             if plan.allocator == "tuned" and not ranks.gpus:
                 level = trim_memory(level)
-        ranks.say(self.written and kept_line(plan))
+        if self.written:
+            file = plan.checkpoint
+            ranks.say(f"wrote {file}; --resume {file} --predict FILE.npy uses it")
         return 0
 
     def epoch(self, epoch, first):
-        """Run one epoch from step `first` -> Epoch."""
+        """Run one epoch from step `first` -> (the next step, figures, laps of the `Clock`)."""
         run = self.run
         plan = run.plan
         run.model.train()
@@ -235,11 +228,10 @@ class Training:
         }
         if run.ranks.world > 1 and self.stepper.parallel:
             figures["exchange"] = exchange(self.stepper.parallel) * (done - first)
-        return Epoch(done, self.stop.answer, figures, clock.laps)
+        return done, figures, clock.laps
 
-    def check(self, trained, epoch, draw):
-        """Raise StoreError for parameters that are not trained, NotFinite if loss or weights are not finite; if `draw`,
-        draw --timeline."""
+    def check(self, loss, epoch, step):
+        """Raise StoreError for parameters that are not trained, NotFinite if loss or weights are not finite after a step."""
         run = self.run
         plan = run.plan
         if {*run.model.parameters()} - {*self.optimizer.param_groups[0]["params"]}:
@@ -247,15 +239,12 @@ class Training:
                 f"--model {plan.model} "
                 "makes parameters in forward, which are not trained: make them in __init__"
             )
-        if draw:
-            self.report.draw("timeline", trained.laps)
-        loss = trained.figures["loss"] or 0.0
         if self.finite(loss):
             return
         problem = f"the loss is {loss}"
         if math.isfinite(loss):
             problem = "a weight or batch-norm statistic is not finite"
-        raise NotFinite(f"{problem} in epoch {epoch + 1}, step {trained.step} of {plan.steps}")
+        raise NotFinite(f"{problem} in epoch {epoch + 1}, step {step} of {plan.steps}")
 
     def validate(self, figures):
         """Validate, report an epoch and keep its weights if they are the best -> its figures and the new ones."""
@@ -285,16 +274,9 @@ class Training:
         return all_finite(self.run.ranks, loss, self.run.model, self.optimizer)
 
 
-class Finished(NamedTuple):
-    """How a run ended."""
-
-    code: int  # of the process
-    scores: dict | None = None  # {name: exact score}; None: it was stopped
-    title: str = ""  # of the scores
-
-
 def train(ranks, flags, path):
-    """Open, train, evaluate -> Finished. path: of the store; None: find or build it here."""
+    """Open, train, evaluate -> (exit code, {name: exact score} or, if a signal stopped it, None, title of the scores). path: of
+    the store; None: find or build it here."""
     if flags.runs > 1:
         ranks.say(f"seed    {flags.seed}, run {flags.turn + 1} of {flags.runs}")
     announce(ranks, flags)
@@ -338,7 +320,7 @@ def train(ranks, flags, path):
         finally:  # also of a run that diverged
             report.draw("curve", run.task, best)
     if code:
-        return Finished(code)
+        return code, None, ""
     ranks.check_equal(model)
     if best["model"]:
         model.load_state_dict(best["model"])
@@ -353,7 +335,7 @@ def train(ranks, flags, path):
             report.print_result()
     ranks.barrier()
     code = 2 if report.failed & {"profile", "timeline", "curve"} else 0
-    return Finished(code, exact, run.task.title)
+    return code, exact, run.task.title
 
 
 def train_many(ranks, flags, path):
@@ -368,18 +350,18 @@ def train_many(ranks, flags, path):
         if flags.tensorboard:
             turn_flags["tensorboard"] = str(Path(flags.tensorboard, f"seed{seed}"))
         try:
-            finished = train(ranks, replace(flags, **turn_flags), path)
+            ended, scores, title = train(ranks, replace(flags, **turn_flags), path)
         except NotFinite as error:
             raise NotFinite(f"seed {seed}: {error}") from error
-        if finished.scores is None:
-            return finished.code
-        code = code or finished.code
-        for name, score in finished.scores.items():
+        if scores is None:
+            return ended
+        code = code or ended
+        for name, score in scores.items():
             if score is not None:
                 columns.setdefault(name, []).append(score)
         path = None  # the next seed's split may make it another store
         release_memory()
-    Report(ranks, replace(flags, tensorboard=None)).runs(finished.title, columns)
+    Report(ranks, replace(flags, tensorboard=None)).runs(title, columns)
     return code
 
 
@@ -402,7 +384,7 @@ def worker(ranks, flags, path):
                 claims.enter_context(claimed(file))
             if flags.runs > 1:
                 return train_many(ranks, flags, path)
-            return train(ranks, flags, path).code
+            return train(ranks, flags, path)[0]
     except (StoreError, RuntimeError, *HINTS) as error:
         full = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
         full = full or "DefaultCPUAllocator" in str(error)  # torch has no type for it

@@ -8,6 +8,7 @@
     python -m bench store                        # building, training from disk
     python -m bench inference --rounds 3         # exact inference beside DGL's layer-wise loop; --model gat and others
     python -m bench accuracy --threads 1         # ten seeds on real graphs beside published figures; --dataset cora
+    python -m bench defaults --runs 3 --threads 1    # default flags on nodes, links, graphs, beside published figures
     python -m bench labor --fanout 5,5 --runs 5  # accuracy with LABOR and its dependent draws
     python -m bench types --runs 20 --threads 1  # R-GCN on AIFB beside its paper
     python -m bench mag --fanout 25,20 --hidden 128    # R-GCN on ogbn-mag's shape, beside GraphBolt's with --graphbolt PYTHON
@@ -55,7 +56,7 @@ DATASETS = {
 }
 # command: the module with its bench_COMMAND
 MODULES = {
-    **{name: name for name in "sampler store roofline predict gpu attack picture".split()},
+    **{name: name for name in "sampler store defaults roofline predict gpu attack picture".split()},
     **dict.fromkeys(("step", "link", "mag", "scaling"), "step"),
     **dict.fromkeys(("inference", "layers"), "inference"),
     **dict.fromkeys(("accuracy", "labor", "types"), "accuracy"),
@@ -97,21 +98,26 @@ def make_parser():
     add("--features-gb", type=size, default=0.5, help="store: size of the features to train on")
     add("--cache-gb", type=size, default=0.1, help="store: size of the row cache")
     add("--batches", type=whole, default=40, help="store: per run; the first quarter is not timed")
-    # accuracy, labor, types
+    # accuracy, defaults, labor, types
     add("--data", default="../shared/data", metavar="DIR", help="folder of the real graphs")
     add(
         "--models",
         metavar="A,B",
         help=f"layers: some of {','.join(plain_layers())}; accuracy: also mlp",
     )
-    add("--runs", type=whole, default=10, help="accuracy, labor, types: seeds, at least 2")
+    add(
+        "--runs", type=whole, default=10, help="accuracy, defaults, labor, types: seeds, at least 2"
+    )
+    add(
+        "--code", metavar="DIR", default=".", help="defaults: another checkout, whose train.py runs"
+    )
     # gpu, attack
     add("--quick", action="store_true", help="gpu: rehearse on tiny graphs, in ROOT/gpu-quick")
     add("--minutes", type=size, help="time limit (default: gpu 4, attack 10)")
     add("--seed", type=int, default=0, help="attack: seed of the cases")
     add("--only", metavar="KIND", help="attack: only cases of this kind")
     add("--case", type=int, metavar="N", help="attack, with --only: one case, with all it prints")
-    add("--parts", metavar="A,B", help="gpu, store: only these parts")
+    add("--parts", metavar="A,B", help="gpu, store, defaults: only these parts")
     return parser
 
 

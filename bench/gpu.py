@@ -163,15 +163,15 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "law": Part(gpu_parts.law, 120, "checks"),
-    "commands": Part(gpu_parts.commands, 120, "checks"),
-    "losses": Part(gpu_parts.losses, 120, "checks"),
-    "ranks": Part(gpu_parts.ranks, 120, "checks"),
-    "tests": Part(gpu_parts.tests, 120, "checks"),
+    "law": Part(gpu_parts.law, 180, "checks"),
+    "commands": Part(gpu_parts.commands, 180, "checks"),
+    "losses": Part(gpu_parts.losses, 180, "checks"),
+    "ranks": Part(gpu_parts.ranks, 180, "checks"),
+    "tests": Part(gpu_parts.tests, 180, "checks"),
     "kernels": Part(gpu_parts.kernels, 100),
     "steps": Part(gpu_parts.steps, 160),
     "sampling": Part(gpu_parts.sampling, 40),
-    "inference": Part(gpu_parts.inference, 60),
+    "inference": Part(gpu_parts.inference, 80),
     "papers": Part(gpu_parts.papers, 60),
     "sanitizer": Part(gpu_parts.sanitizer, 60),
     "trace": Part(gpu_parts.trace, 50),

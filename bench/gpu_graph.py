@@ -216,7 +216,7 @@ class Trained:
                     report=None,
                     stop=stop,
                 )
-                figures.append(training.epoch(self.done, 0).figures)
+                figures.append(training.epoch(self.done, 0)[1])
                 self.done += 1
         return figures
 

@@ -37,6 +37,14 @@ WITHOUT = {  # contender: the tricks that are turned off
 }
 
 
+class Leaking(Links):
+    """Links whose own edges carry messages in their step."""
+
+    def draw(self, batch):
+        nodes, _, y = super().draw(batch)
+        return nodes, {}, y
+
+
 def network(args, store, links, dropout, **options):
     """Build the network of --model and --heads, with initial weights of seed 0; options: of a GNN."""
     torch.manual_seed(0)
@@ -105,7 +113,9 @@ def ours(args, link=None, *, without=(), bf16=False, dropout=0.5):
     csc = graph.indptr, graph.indices
     options = {"threads": args.threads, "backend": "torch" if "sampler" in without else "native"}
     sampler = NeighborSampler(*csc, args.fanout, check=False, **options)
-    links = Links(graph, *csc, exclude=link == "exclude") if link else None
+    links = None
+    if link:
+        links = Links(graph, *csc) if link == "exclude" else Leaking(graph, *csc)
     options = {"links": links, "bf16": bf16, "reuse": "buffers" not in without}
     if args.model == "sage" and "first hop" not in without:
         options["aggregate"] = self_and_mean

@@ -44,8 +44,9 @@ def checked(given) -> Checked:
             "edge_index as {(source type, name, destination type): [2, M]}"
         )
     if given.backend not in BACKENDS:
-        options = ", ".join(BACKENDS)
-        raise StoreError(f"backend {given.backend!r} is unknown: choose one of {options}")
+        raise StoreError(
+            f"backend {given.backend!r} is unknown: choose one of {', '.join(BACKENDS)}"
+        )
     features = convert.array_like("features", given.features)
     rows, width, dtype = checks.check_features(features, given.feature_dtype)
     num_nodes = rows
@@ -99,9 +100,14 @@ def checked(given) -> Checked:
         "labelled": labelled,
         **entries,
     }
-    arrays = {"labels": labels, **split, **carried}
-    ordered = given.columns.get(columns.EDGE_ORDER.name) is True
-    return Checked(edges, features, arrays, node_names, meta, ordered)
+    return Checked(
+        edges,
+        features,
+        arrays={"labels": labels, **split, **carried},
+        node_names=node_names,
+        meta=meta,
+        ordered=given.columns.get(columns.EDGE_ORDER.name) is True,
+    )
 
 
 def _block_rows(asked, row_bytes) -> int:
@@ -132,8 +138,10 @@ def write_store(path, graph, progress):
     names = ["indptr", "indices", *graph.arrays.keys() & {columns.EDGE_TYPE.name}]
     arrays = [np.load(path / f"{name}.npy", mmap_mode="r") for name in names]
     node_types = graph.meta.get("node_types", [["", graph.meta["num_nodes"], 0]])
-    counted = checks.count_edges(*arrays, node_types=node_types)
-    counts = {"num_edges": len(arrays[1]), "edges": counted}
+    counts = {
+        "num_edges": len(arrays[1]),
+        "edges": checks.count_edges(*arrays, node_types=node_types),
+    }
     if graph.node_names is not None:
         records[columns.NAMES] = extra(".names").write(path, graph.node_names)
     records |= _write_features(path, graph, progress)
@@ -190,16 +198,15 @@ def _write_features(path, graph, progress) -> dict:
     features = graph.features
     encode = None
     if checks.become_codes(features, kept_as):
-        encoder = extra(".int8", "int8").encoder
-        features, scale, encode = encoder(features, types, path, progress)
+        features, scale, encode = extra(".int8", "int8").encoder(features, types, path, progress)
         meta |= {"feature_scale": scale.tolist(), "format_version": files.CODED_VERSION}
     rounded = convert.RoundedRows(*shape, types)
     rows = checks.feature_rows(features, kept_as, encode=encode, rounded=rounded, progress=progress)
     record = write_rows(file, meta, shape, rows)
     if loss := rounded.loss(meta.get("feature_names")):
-        meta |= {"rounded": f"features kept as {kept_as}: {loss}"}
+        meta["rounded"] = f"features kept as {kept_as}: {loss}"
         print(meta["rounded"])
-    return {file.name: {**record, "largest": rounded.largest}}
+    return {file.name: record | {"largest": rounded.largest}}
 
 
 def write_rows(file, meta, shape, chunks) -> dict:

@@ -98,8 +98,8 @@ def check_targets(name, targets, num_nodes):
     """Check numbers to be learned, [V] or [V, T], NaN for a missing one -> (float64 [V, T], T)."""
     y = as_rows(name, targets)
     y = shaped(name, y[:, None] if y.dim() == 1 else y, num_nodes, "T").double().numpy()
-    most = np.finfo(np.float32).max
-    refuse(np.abs(y) > most, name, y, "float32 must hold targets; NaN stands for a missing one")
+    beyond = np.abs(y) > np.finfo(np.float32).max
+    refuse(beyond, name, y, "float32 must hold targets; NaN stands for a missing one")
     if np.isnan(y).all():
         raise StoreError(f"{name}: all are NaN: no node has one")
     return y, y.shape[1]
@@ -139,10 +139,12 @@ def doubts(store, counted) -> list[str]:
         return lines
     if len(columns) < width:
         lines.append(f"{len(columns):,} of {width:,} features were compared with the labels")
-    if not len(columns):
-        return lines
-    parts = nodes.split(max(COMPARED // width, 1))
-    x = torch.cat([store.features.gather(part)[:, columns].double() for part in parts])
+    x = torch.cat(
+        [
+            store.features.gather(part)[:, columns].double()
+            for part in nodes.split(max(COMPARED // width, 1))
+        ]
+    )
     if found := telling(x, labels[nodes], width):
         names = store.feature_names or [f"[:, {j}]" for j in range(width)]
         named = listed([names[columns[j]] for j in found])
@@ -269,8 +271,10 @@ def check_split(split, labels, item="node", names=None):
     """Check {part: ids or mask} -> {part: int64 ids}: in range, disjoint, labelled; of nodes, train is not empty.
     names: of the V nodes, for messages."""
     if not isinstance(split, dict):
-        form = '{"train": ids or mask, "valid": ..., "test": ...}, or a list of such, is needed'
-        raise StoreError(f"split is a {type(split).__name__}: {form}")
+        raise StoreError(
+            f"split is a {type(split).__name__}: "
+            '{"train": ids or mask, "valid": ..., "test": ...}, or a list of such, is needed'
+        )
     given = by_part("split", split)
     split = {n: part_ids(f"split {n!r}", given.get(n, ()), len(labels)) for n in SPLITS}
     unlabelled = missing(labels).all(tuple(range(1, labels.ndim)))
@@ -289,9 +293,8 @@ def check_split(split, labels, item="node", names=None):
                 wrong = names[wrong] if names and inside.all() else wrong
                 raise StoreError(f"split {name!r} holds {item} {wrong}{why}")
         for taken in ids[owner[ids] >= 0]:
-            other = SPLITS[owner[taken]]
-            taken = names[taken] if names else taken
-            raise StoreError(f"{item} {taken} is in split {other!r} and in {name!r}")
+            shown = names[taken] if names else taken
+            raise StoreError(f"{item} {shown} is in split {SPLITS[owner[taken]]!r} and in {name!r}")
         owner[ids] = part
     if item == "node" and given and not len(split["train"]) and not unlabelled.all():
         raise StoreError("split 'train' is empty: at least one node is needed")
@@ -332,8 +335,12 @@ def check_stored(path, split, labels, item="node", end=1):
         raise StoreError(f"{path}: {error}: it is damaged; rebuild the store") from error
     for name, ids in split.items():
         part_labels = labels[ids]
-        why = f"labels lie in [0, {end}); rebuild the store"
-        refuse(part_labels >= end, f"{path}: of split {name!r} labels", part_labels, why)
+        refuse(
+            part_labels >= end,
+            f"{path}: of split {name!r} labels",
+            part_labels,
+            f"labels lie in [0, {end}); rebuild the store",
+        )
 
 
 def count_edges(indptr, indices, types=None, node_types=()):

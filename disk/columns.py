@@ -66,12 +66,7 @@ def check_weights(name, weights):
 def check_types(name, types):
     """Refuse what is no number of a type; num_edge_types is the largest one + 1."""
     types = integers(name, types)
-    refuse(
-        (types < 0) | (types >= MOST_TYPES),
-        name,
-        types,
-        f"types are numbered from 0, and there are up to {MOST_TYPES:,}",
-    )
+    within(name, types, MOST_TYPES, "numbers of types")
     count = int(types.max(initial=0)) + 1
     return types.astype(types_dtype(count)), {"num_edge_types": count}
 
@@ -79,8 +74,7 @@ def check_types(name, types):
 def check_times(name, times):
     """Refuse times that are neither dates nor whole numbers, which may be written as floats; time_unit is "us" for dates."""
     times = whole_times(name, times)
-    unit = {"time_unit": "us"} if times.dtype.kind == "M" else {}
-    return times.view(np.int64), unit
+    return times.view(np.int64), {"time_unit": "us"} if times.dtype.kind == "M" else {}
 
 
 def check_features(name, rows):
@@ -89,8 +83,7 @@ def check_features(name, rows):
     meta = {"edge_dim": rows.shape[1], "edge_dtype": row_dtype(name, rows)}
     for first, chunk in chunked(name, rows):
         check_finite(name, as_rows(name, chunk), first)
-    tensor = isinstance(rows, torch.Tensor)
-    return as_numpy(rows) if tensor else np.asarray(rows), meta
+    return as_numpy(rows) if isinstance(rows, torch.Tensor) else np.asarray(rows), meta
 
 
 def check_order(name, numbers):
@@ -160,8 +153,7 @@ class Column:
     flag: str | None
     describe: Callable  # of an open graph -> words for the log
     dtype: str | None = None  # of the file; None: that of the checked array
-    metavar: str | None = None  # of the flag, as `help`; None: as in USAGE
-    help: str | None = None
+    takes: tuple | None = None  # metavar and help of the flag; None: as in USAGE
     cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
     wide: bool = False  # whether its rows are vectors: [M, D] or [V, D]
     # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
@@ -179,15 +171,18 @@ class Column:
 
     def usage(self):
         """Return the metavar and the help of its flag."""
-        metavar, help = USAGE[self.of]
-        return self.metavar or metavar, self.help or help
+        return self.takes or USAGE[self.of]
 
     def checked(self, values, rows):
         """Check what a person gives for `rows` edges or nodes -> see `check`."""
         values = array_like(self.name, values)
         shape = tuple(values.shape)
-        fits = shape[:1] == (rows,) and len(shape) <= 1 + self.wide and 0 not in shape[1:]
-        if not fits or isinstance(values, Rows):
+        if (
+            isinstance(values, Rows)
+            or shape[:1] != (rows,)
+            or len(shape) > 1 + self.wide
+            or 0 in shape[1:]
+        ):
             width = ", D" if self.wide else ""
             raise StoreError(
                 f"{self.name} is a {type(values).__name__} {[*shape]}: "
@@ -230,8 +225,7 @@ EDGE_FEATURES = Column(  # for layers that see edges
     wide=True,
     aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
     flag="edge_features",
-    metavar="COLUMNS",
-    help=f"{USAGE['edge'][1]}; several columns as a,b,c",
+    takes=("COLUMNS", f"{USAGE['edge'][1]}; several columns as a,b,c"),
     cells=np.float32,
     describe=lambda graph: f"features {graph.edge_dim} x {graph.meta['edge_dtype']}",
 )
@@ -242,7 +236,7 @@ NODE_TIME = Column(  # the time at which a node is classified
     dtype="int64",
     aliases=("node_time", "time"),
     flag="node_times",
-    help="tables: a time per node",
+    takes=("FILE", "tables: a time per node"),
     describe=lambda graph: described_times(
         "nodes' time", graph.node_time, graph.meta.get("time_unit")
     ),
@@ -274,12 +268,6 @@ def rows_of_arrays(meta) -> dict:
     return rows | {name: meta[f"num_{column.of}s"] for name, column in COLUMNS.items()}
 
 
-def refuse_unknown(names):
-    """Raise TypeError for a name that is no column."""
-    for name in names - COLUMNS.keys():
-        raise TypeError(f"build_store has no argument {name}: columns are {', '.join(COLUMNS)}")
-
-
 def check_columns(values, edges, edge_types):
     """Check `values` {name of a column: what a person gives, or None} of a graph with these `GivenEdges`, and the names of
     the edge types. edge_order=True asks for a column that follows from sorting.
@@ -290,10 +278,9 @@ def check_columns(values, edges, edge_types):
     meta = {}
     units = {}
     for name, column in COLUMNS.items():
-        rows = getattr(edges, f"num_{column.of}s")
         value = values.get(name)
         if value is not None and not (column.asked and isinstance(value, bool)):
-            checked[name], entries = column.checked(value, rows)
+            checked[name], entries = column.checked(value, getattr(edges, f"num_{column.of}s"))
             meta |= entries
             if column.timed:
                 units[name] = entries.get("time_unit")
@@ -313,11 +300,10 @@ def check_columns(values, edges, edge_types):
 
 def check_units(units):
     """Raise StoreError if some times are dates and others numbers. units: {name of times: "us" for dates, or None}."""
-    dates = [name for name, unit in units.items() if unit]
-    numbers = [name for name, unit in units.items() if not unit]
-    if dates and numbers:
+    names = {bool(unit): name for name, unit in reversed(units.items())}  # the first of each
+    if len(names) > 1:
         raise StoreError(
-            f"{dates[0]} holds dates and {numbers[0]} numbers: "
+            f"{names[True]} holds dates and {names[False]} numbers: "
             "give both as dates, or both as whole numbers in one unit"
         )
 
@@ -366,26 +352,28 @@ def write_arrays(path, arrays, order=None) -> dict:
     each stored edge comes from; None where edges are stored in the order of the input."""
     records = {}
     for name, array in arrays.items():
-        column = COLUMNS.get(name)
         dtype = array.dtype
-        if column and column.dtype:
-            dtype = np.dtype(column.dtype)
+        if name in COLUMNS:
+            dtype = COLUMNS[name].dtype or dtype
         dtype = storage_dtype("uint8" if dtype == np.bool_ else dtype)
-        rows = order if column and column.of == "edge" else None
+        rows = order if name in OF_EDGES else None
         count = len(array if rows is None else rows)
         step = chunk_rows(array)
-        cuts = [slice(a, a + step) for a in range(0, count, step)]
-        chunks = (array[cut] if rows is None else array.take(rows[cut], 0) for cut in cuts)
+        chunks = (
+            array[a : a + step] if rows is None else array.take(rows[a : a + step], 0)
+            for a in range(0, count, step)
+        )
         file = f"{name}.npy"
-        shape = [count, *array.shape[1:]]
-        records[file] = write_npy(path / file, dtype, shape, chunks)
+        records[file] = write_npy(path / file, dtype, [count, *array.shape[1:]], chunks)
     return records
 
 
 def described_types(node_types) -> str:
     """Describe the types of nodes for a log line, in the order of their ids."""
-    types = node_types.items()
-    return ", ".join(f"{n:,} {name} ({width or 'no'} features)" for name, (n, width) in types)
+    return ", ".join(
+        f"{count:,} {name} ({width or 'no'} features)"
+        for name, (count, width) in node_types.items()
+    )
 
 
 def types_called(name, names) -> list[int]:
@@ -395,9 +383,12 @@ def types_called(name, names) -> list[int]:
 
 def described(graph) -> str:
     """Describe what edges and nodes carry for a log line, times last."""
-    columns = sorted(COLUMNS.values(), key=lambda column: column.timed)
-    carried = [c for c in columns if getattr(graph, c.name) is not None]
-    return ", ".join(column.describe(graph) for column in carried) or "none"
+    carried = [
+        column.describe(graph)
+        for column in sorted(COLUMNS.values(), key=lambda column: column.timed)
+        if getattr(graph, column.name) is not None
+    ]
+    return ", ".join(carried) or "none"
 
 
 def summary(graph, part=None) -> dict:

@@ -105,11 +105,12 @@ def array_like(name, values):
         elif isinstance(values, Tensor):
             values = values.detach().cpu()
         elif hasattr(values, "iloc") and values.ndim == 2:
-            parts = [
-                array_like(f"{name}, column {c!r},", values.iloc[:, i])
-                for i, c in enumerate(values)
-            ]
-            values = np.column_stack(parts)
+            values = np.column_stack(
+                [
+                    array_like(f"{name}, column {c!r},", values.iloc[:, i])
+                    for i, c in enumerate(values)
+                ]
+            )
         elif hasattr(values, "to_numpy"):
             zoned = getattr(values.dtype, "tz", None) is not None  # of pandas, to UTC
             values = values.to_numpy(f"datetime64[{values.dtype.unit}]" if zoned else None)
@@ -122,9 +123,11 @@ def array_like(name, values):
         return values
     others = {type(value).__name__ for value in values.flat} - {"str"}
     if others:
-        how = "give numbers as .astype(int) or .astype(float), text as .astype(str), dates as "
-        how += f'.astype("{DATE}"), none missing'
-        raise StoreError(f"{name} holds objects of Python ({', '.join(sorted(others))}): {how}")
+        raise StoreError(
+            f"{name} holds objects of Python ({', '.join(sorted(others))}): "
+            "give numbers as .astype(int) or .astype(float), text as .astype(str), "
+            f'dates as .astype("{DATE}"), none missing'
+        )
     return values.astype(str)
 
 
@@ -149,8 +152,9 @@ def _stacked(name, values):
 
 def is_sparse(values) -> bool:
     """Return whether values are a sparse matrix of scipy or torch."""
-    is_sparse = isinstance(values, Tensor) and values.layout != torch.strided
-    return is_sparse or hasattr(values, "tocoo")
+    if isinstance(values, Tensor):
+        return values.layout != torch.strided
+    return hasattr(values, "tocoo")
 
 
 def _dense(name, matrix):
@@ -219,10 +223,9 @@ def from_edge_index(edge_index, num_nodes, edge_order=False):
         keys = keys[order]
     else:  # one int64 key per edge: numpy sorts these fastest
         keys = np.sort(keys)
-    indptr = np.zeros(num_nodes + 1, np.int64)
-    np.cumsum(np.bincount(keys // max(num_nodes, 1), minlength=num_nodes), out=indptr[1:])
+    indptr = np.searchsorted(keys, np.arange(num_nodes + 1) * num_nodes)
     indices = (keys % max(num_nodes, 1)).astype(np.int32 if num_nodes < 1 << 31 else np.int64)
-    arrays = [indptr, indices, *([order] if edge_order else [])]
+    arrays = (indptr, indices, order) if edge_order else (indptr, indices)
     return tuple(map(torch.from_numpy, arrays))
 
 
@@ -240,10 +243,12 @@ def integers(name, values, *shape) -> np.ndarray:
 
 def shaped(name, array, *shape):
     """Return `array` if its shape matches `shape`, where a str matches any size; else raise StoreError."""
-    fits = all(isinstance(want, str) or n == want for n, want in zip(array.shape, shape))
-    if len(array.shape) != len(shape) or not fits:
-        needed = ", ".join(map(str, shape))
-        raise StoreError(f"{name} has shape {list(array.shape)}: [{needed}] is needed")
+    if len(array.shape) != len(shape) or not all(
+        isinstance(want, str) or n == want for n, want in zip(array.shape, shape)
+    ):
+        raise StoreError(
+            f"{name} has shape {list(array.shape)}: [{', '.join(map(str, shape))}] is needed"
+        )
     return array
 
 
@@ -283,11 +288,11 @@ def refuse(bad, name, values, why, first=0):
     """Raise StoreError for the first value where the mask `bad` is true; values[0] is at index `first` of `name`."""
     if bad.any():
         at = torch.as_tensor(bad, device="cpu").nonzero()[0].tolist()
-        place = ", ".join(map(str, [first + at[0], *at[1:]]))
+        place = [first + at[0], *at[1:]]
         value = values[tuple(at)]
         # nanoseconds would print as a number
         value = value if isinstance(value, np.datetime64) else value.item()
-        raise StoreError(f"{name}[{place}] is {value}: {why}")
+        raise StoreError(f"{name}{place} is {value}: {why}")
 
 
 def within(name, values, end, kind, first=0):

@@ -462,8 +462,7 @@ def free_host_bytes(root="/") -> int:
         for folder in [folder for folder in (group, *group.parents) if folder.is_relative_to(base)]:
             try:
                 limit, usage = (int((folder / f"memory.{n}").read_text()) for n in names)
-                lines = (folder / "memory.stat").read_text().splitlines()
-                stats = dict(line.split() for line in lines)
+                stats = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
                 # page cache that the kernel frees on demand
                 cache = int(stats.get("total_inactive_file", stats.get("inactive_file", 0)))
                 free = min(free, limit - usage + cache)

@@ -63,6 +63,9 @@ class LmdbFile:
         if not sync:  # a build: there are no readers yet, and the whole file is fsynced at the end
             self.path.touch()
 
+    def __reduce__(self):
+        return LmdbFile, (self.path,)
+
     @contextlib.contextmanager
     def transaction(self, write=False):
         """Context manager: a transaction on a snapshot of the file, whose writes are committed at the end, all or none.
@@ -80,8 +83,10 @@ class LmdbFile:
             if not write:
                 raise StoreError(f"{self.path} cannot be read: {error}; rebuild it") from error
             free = files.readable_size(shutil.disk_usage(self.path.parent).free)
-            why = f"{error}; {free} are free on its disk, nothing was written"
-            raise StoreError(f"{self.path} cannot be written: {why}") from error
+            raise StoreError(
+                f"{self.path} cannot be written: {error}; "
+                f"{free} are free on its disk, nothing was written"
+            ) from error
         finally:
             self._permits.release()
 
@@ -195,7 +200,6 @@ def check_lmdb(path, name, record):
     with reading(file, "; rebuild the store"):
         with open(file, "rb") as data:
             head = data.read(1 << 17)
-            size = os.fstat(data.fileno()).st_size
         page_size = struct.unpack_from("<I", head, 40)[0]
         metas = [Meta(*META.unpack_from(head, at + 44)) for at in (0, page_size)]
         older, newer = sorted(metas, key=lambda meta: meta.txn)
@@ -204,13 +208,17 @@ def check_lmdb(path, name, record):
             and (meta.root == EMPTY or 1 < meta.root <= meta.last)
             for meta in metas
         )
-        sound = sound and newer.txn == older.txn + 1 and metas[newer.txn % 2] is newer
-        # a file starts empty and only grows
-        sound = sound and older.last <= newer.last and (older.txn > 0 or older.root == EMPTY)
-        if not sound:
+        if not (
+            sound
+            and newer.txn == older.txn + 1
+            and metas[newer.txn % 2] is newer
+            # a file starts empty and only grows
+            and older.last <= newer.last
+            and (older.txn > 0 or older.root == EMPTY)
+        ):
             raise ValueError("its header makes no sense")
         # free pages at the end may never have been written
-        if (newer.last + 1) * page_size > size:
+        if (newer.last + 1) * page_size > file.stat().st_size:
             check_structure(file)
 
 
@@ -271,9 +279,6 @@ class LmdbFeatures(RowsByIndex):
         self.large = large
         self._storage = files.storage_dtype(str(dtype).removeprefix("torch."))
 
-    def __reduce__(self):
-        return LmdbFeatures, (self.file.path, self.shape, self.dtype, self.block_rows, self.large)
-
     def read(self, ids, out):
         """Copy rows of one snapshot, looking up each block once."""
         target = as_numpy(out)
@@ -308,7 +313,7 @@ class LmdbFeatures(RowsByIndex):
         order = np.argsort(ids.numpy(), kind="stable")
         blocks, rows = np.divmod(ids.numpy()[order], self.block_rows)
         starts = np.flatnonzero(np.diff(blocks, prepend=-1))
-        for a, b in zip(starts, [*starts[1:], len(ids)]):
+        for a, b in itertools.pairwise([*starts, len(ids)]):
             yield int(blocks[a]), order[a:b], rows[a:b]
 
     def _block(self, txn, number, check=False) -> np.ndarray:

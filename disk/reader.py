@@ -86,8 +86,18 @@ class RowReader:
             places = places.to(torch.int64).contiguous()
         depth = max(1, min(DEPTH, (1 << 26) // self.row_bytes))
         failed_at = torch.empty(1, dtype=torch.int64, device="cpu")
-        table = self.file, self.offset, self.row_bytes, self.block, depth
-        code = library().rows_read(*table, ids, places, len(ids), out, failed_at)
+        code = library().rows_read(
+            self.file,
+            self.offset,
+            self.row_bytes,
+            self.block,
+            depth,
+            ids,
+            places,
+            len(ids),
+            out,
+            failed_at,
+        )
         if code < 0:
             why = "it was cut short after it was opened" if code == -ENDED else os.strerror(-code)
             raise StoreError(f"{self.path} cannot be read at byte {failed_at.item():,}: {why}")
@@ -150,9 +160,9 @@ class MappedRows(RowsByIndex):
         """Return the bytes of free memory that the table's pages may use."""
         return files.free_host_bytes() - self.beside
 
-    def stays(self, beside=0) -> bool:
-        """Return whether the page cache has room for KEPT of what is read of the table with `beside` more bytes in use."""
-        return self.room() - beside >= KEPT * self.share * self._table.nbytes
+    def stays(self) -> bool:
+        """Return whether the page cache has room for KEPT of what is read of the table."""
+        return self.room() >= KEPT * self.share * self._table.nbytes
 
     def read(self, ids, out):
         if self._reader and out.is_contiguous():

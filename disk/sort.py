@@ -11,6 +11,7 @@ V nodes, M edges. This file needs disk/convert.py, disk/files.py and numpy.
 import functools
 import os
 import tempfile
+from itertools import pairwise
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -70,9 +71,11 @@ def _check_ends(src, dst, first, num_nodes):
     if min(src.min(), dst.min()) >= 0 and largest < num_nodes:
         return
     bad = np.flatnonzero((src < 0) | (src >= num_nodes) | (dst < 0) | (dst >= num_nodes))[0]
-    ends = f"from node {src[bad]} to node {dst[bad]}"
     hint = "; do they count from 1?" if largest == num_nodes else ""
-    raise StoreError(f"edge {first + bad} goes {ends}: node ids lie in [0, {num_nodes}){hint}")
+    raise StoreError(
+        f"edge {first + bad} goes from node {src[bad]} to node {dst[bad]}: "
+        f"node ids lie in [0, {num_nodes}){hint}"
+    )
 
 
 def sorted_sources(edges, indptr, options, folder, *, by, progress):
@@ -156,7 +159,7 @@ def _few_destinations(keys, bits):
     part = ((keys >> bits + shift) - (low >> shift)).astype(np.uint16)
     ends = np.cumsum(np.bincount(part))
     order = np.argsort(part, kind="stable")
-    for a, b in zip([0, *ends[:-1]], ends):
+    for a, b in pairwise([0, *ends]):
         if a < b:
             yield order[a:b]
 
@@ -182,22 +185,20 @@ def _ranges(edges, options, numbered, folder, progress):
             packed = destinations.astype(np.int64)
             packed <<= bits
             packed |= sources
-            arrays = [packed.view(np.uint64)]
-            if numbered:
-                arrays.append(numbers)
+            arrays = [packed.view(np.uint64), numbers]
             if several and numbered:
                 order = np.argsort(arrays[0])
                 arrays = [array[order] for array in arrays]
             elif several:  # SIMD: faster than selecting the edges of each range
                 arrays[0].sort()
             inner = np.searchsorted(arrays[0], np.array(cuts[1:-1], np.uint64) << bits)
-            for i, (a, b) in enumerate(zip([0, *inner], [*inner, len(packed)])):
+            for i, (a, b) in enumerate(pairwise([0, *inner, len(packed)])):
                 for spool, array in zip(spools, arrays):
                     spool[filled[i] : filled[i] + b - a] = array[a:b]
                 filled[i] += b - a
             bar.update(len(packed))
         in_memory = np.array if several else np.asarray
-        for a, b in zip(ends - counts, ends):
+        for a, b in pairwise([0, *ends]):
             # without a name for them here: the next range is made after these are freed
             yield [in_memory(spool[a:b]) for spool in spools]
             bar.update(int(b - a))

@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flag = next((word for word in unknown if word.startswith("-")), unknown[0])
             name = flag.partition("=")[0]
-            self.error(self.missing.get(name) or f"{name} is no flag{self._meant(flag, args)}")
+            self.error(self.missing.get(name) or f"{name} is no flag{self._meant(name, args)}")
         return args
 
     def _meant(self, flag, args):
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
         if self._subparsers:
             chosen = self._subparsers._group_actions[0].choices[args.command]
             known = [*chosen._option_string_actions]
-        name = flag.partition("=")[0].lower()
+        name = flag.lower()
         for pattern, meant in MEANT.items():
             if re.fullmatch(f"--?({pattern})", name) and meant.split()[0] in known:
                 return f": write {meant}"

@@ -2,16 +2,16 @@
 than embeddings of the two nodes alone (NCN, arXiv 2302.00890; BUDDY, arXiv 2209.15486).
 
     common = CommonNeighbours(Edges(indptr, indices))
-    common.pair_features(pairs)          # float32 [P, len(common.columns)]
-    common.against_all(sources)     # float32 [n, V, ...]: of sources with every node
+    common.pair_features(pairs)             # float32 [P, len(common.columns)]
+    common.against_all(sources)             # float32 [n, V, ...]: of sources with every node
 
 A common neighbour of u and v is an in-neighbour of both, other than u and v themselves: what is said about a pair does not
 depend on its own edge, nor on the reverse. Each counts once, by a function of its degree d, see `by_degree`. With times it
 counts if both of its edges are seen at the time of the pair, and d is the number of edges that it has then.
 
-A column is log(1 + s) of such a sum s, in units of the weight of a node of typical degree. The last columns are about the
-destination alone: log(1 + n) for n edges into it that are seen and, with times, how recent the last of them is:
-log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any, or if that one is `ALWAYS` seen. Of
+A column is log(1 + s) of such a sum s, in units of the weight of a node of typical degree. Without times the next one is the
+same of the sum of extras/paths.py. The last columns are about the destination alone: log(1 + n) for n edges into it that
+are seen and, with times, how recent the last of them is: log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any, or if that one is `ALWAYS` seen. Of
 these edges only those before the time of the pair are seen: in training a pair's own edge is at that time.
 """
 
@@ -21,6 +21,7 @@ import torch
 from torch.nn import functional as F
 
 from disk.columns import ALWAYS
+from extras.paths import Paths
 from extras.times import number_before
 from loader import from_edge_index
 from native import kernels
@@ -29,6 +30,7 @@ from sampler import expand
 COMMON = "common neighbours", "by 1/sqrt(d)", "Adamic-Adar", "resource allocation"
 POPULARITY = "popularity"
 LAST_USE = "last use"
+PATHS = "paths of 3 edges"
 CHUNK = 1 << 22  # most edges to look up at a time
 
 
@@ -53,14 +55,17 @@ class CommonNeighbours:
     def __init__(self, edges, times=None, strict=False):
         self.edges = edges
         self.strict = strict
-        self.columns = (*COMMON, POPULARITY, *[LAST_USE][: times is not None])
+        more = (PATHS, POPULARITY) if times is None else (POPULARITY, LAST_USE)
+        self.columns = COMMON + more
         indptr = edges.indptr
         degree = indptr.diff()
         typical = degree.clamp(min=1).double().log().mean().exp().round().long()
         degrees = torch.arange(int(degree.max()) + 1, device=indptr.device)
         self.weights = by_degree(degrees) / by_degree(typical)
         self.times = self.ordered = None
-        if times is not None:  # of `sources`, and of each list in ascending order
+        if times is None:
+            self.paths = Paths(edges, self.weights[degree, 1])
+        else:  # of `sources`, and of each list in ascending order
             self.times = times if edges.order is None else times[edges.order]
             list_ids = torch.repeat_interleave(degree)
             order = times.argsort(stable=True)
@@ -68,12 +73,18 @@ class CommonNeighbours:
             dated = times[times != ALWAYS].double()
             self.span = float(dated.max() - dated.min()) if len(dated) else 0.0
 
-    def pair_features(self, pairs, times=None):
-        """Compute features of pairs int64 [P, 2], at times int64 [P] or, if None, with all edges -> float32 [P, columns]."""
-        times = None if self.times is None else times
+    def pair_features(self, pairs, times=None, count=None):
+        """Compute the first `count` columns, or all, of pairs int64 [P, 2], at times int64 [P] or, if None, with all edges ->
+        float32 [P, count]."""
         code = kernels.load_links(self.edges.sources.dtype, pairs.device)
         sums = self._by_kernel(code, pairs, times) if code else self._summed(pairs, times)
-        return torch.cat([sums.log1p(), *self._of_destination(pairs[:, 1], times)], 1)
+        columns = [sums.log1p()]
+        count = count or len(self.columns)
+        if count > len(COMMON):
+            if self.times is None:
+                columns.append(self.paths.between(pairs).log1p().unsqueeze(1))
+            columns.append(self._of_destination(pairs[:, 1], times))
+        return torch.cat(columns, 1)[:, :count]
 
     def _by_kernel(self, code, pairs, times):
         sums = torch.zeros(len(pairs), len(COMMON), device=pairs.device)
@@ -82,7 +93,7 @@ class CommonNeighbours:
             "P": len(pairs),
             "indptr": self.edges.indptr,
             "sources": self.edges.sources,
-            "pair_times": times if times is None else times.contiguous(),
+            "pair_times": times,
             "times": None if times is None else self.times,
             "ordered": None if times is None else self.ordered,
             "strict": self.strict,
@@ -110,8 +121,7 @@ class CommonNeighbours:
         few, many = torch.where(degree[:, :1] <= degree[:, 1:], pairs, pairs.flip(1)).unbind(1)
         sums = torch.zeros(len(pairs), len(COMMON), device=pairs.device)
         counts = degree.amin(1)
-        parts = (counts.cumsum(0) // CHUNK).unique_consecutive(return_counts=True)[1].tolist()
-        for rows in torch.arange(len(pairs), device=pairs.device).split(parts):
+        for rows in chunks_of(counts, CHUNK):
             places = expand(edges.indptr[few[rows]], counts[rows])
             row = rows.repeat_interleave(counts[rows])
             if times is not None:
@@ -133,7 +143,7 @@ class CommonNeighbours:
         return sums
 
     def _of_destination(self, nodes, times):
-        """Compute the columns of destinations [P] -> list of float32 [P, 1]."""
+        """Compute the columns of destinations [P] -> float32 [P, columns]."""
         degree = self._degrees(nodes, times, True)
         columns = [degree.float().log1p()]
         if self.times is not None:
@@ -142,10 +152,11 @@ class CommonNeighbours:
             age = (now.double() - last.double()).clamp(min=0)  # as int64 it may wrap around
             recent = ((self.span + 1) / (age + 1)).log().clamp(min=0)
             columns.append(torch.where(degree > 0, recent, 0).float())
-        return [column.unsqueeze(1) for column in columns]
+        return torch.stack(columns, 1)
 
-    def against_all(self, sources):
-        """Compute features of sources int64 [n] with every node, with all edges -> float32 [n, V, columns]."""
+    def against_all(self, sources, count=None):
+        """Compute the first `count` columns, or all, of sources int64 [n] with every node, with all edges -> float32
+        [n, V, count]."""
         edges = self.edges
         V = edges.indptr.numel() - 1
         indptr, destinations = self.reverse
@@ -161,10 +172,15 @@ class CommonNeighbours:
         kept = others != nodes
         sums = torch.zeros(len(sources) * V, len(COMMON))
         nodes = nodes[kept]
-        sums.index_add_(0, (row * V + others)[kept], self.weights[self.edges.indptr.diff()[nodes]])
+        sums.index_add_(0, (row * V + others)[kept], self.weights[edges.indptr.diff()[nodes]])
         sums = sums.view(len(sources), V, -1)
         sums[torch.arange(len(sources)), sources] = 0
-        return torch.cat([sums.log1p_(), self.node_features.expand(len(sources), -1, -1)], 2)
+        columns = [sums.log1p_()]
+        count = count or len(self.columns)
+        if count > len(COMMON) and self.times is None:
+            columns.append(self.paths.from_all(sources).log1p_().unsqueeze(2))
+        columns.append(self.node_features.expand(len(sources), -1, -1))
+        return torch.cat(columns, 2)[..., :count]
 
     @cached_property
     def reverse(self):
@@ -175,7 +191,13 @@ class CommonNeighbours:
     def node_features(self):
         """The columns of every node as a destination, with all edges, [V, columns]."""
         nodes = torch.arange(self.edges.indptr.numel() - 1)
-        return torch.cat(self._of_destination(nodes, None), 1)
+        return self._of_destination(nodes, None)
+
+
+def chunks_of(counts, most):
+    """Split rows with `counts` [n] entries each into parts of about `most` entries -> indices of the rows of each."""
+    parts = (counts.cumsum(0) // most).unique_consecutive(return_counts=True)[1].tolist()
+    return torch.arange(len(counts), device=counts.device).split(parts)
 
 
 def _once(nodes, row, ends):

@@ -30,7 +30,7 @@ def edge_sum(near, edge_map):
     edges = near.edges.to(edge_map.weight.dtype)
     total = None
     if factors := as_product(edges, edge_map):
-        total = model.attention.edge_sums(near.indptr, near.indices, near.messages, *factors)
+        total = model.attention.edge_sums(*near.block, *factors)
     if total is None:
         dst = edge_dst(near.indptr, near.indices)
         rows = F.relu(summable(near.messages).index_select(0, near.indices) + edge_map(edges))
@@ -83,7 +83,7 @@ def use(flags, task, store):
         if conv.edge_features != "must":
             instead = "leave out --edge-features"
     # whether a layer sees them is open unless a flag says so
-    settled = dict(edge_features=False) if flags.conv and flags.edge_features is None else {}
+    settled = dict(edge_features=False) if conv and flags.edge_features is None else {}
     if store.edge_features is None:
         if must:
             raise StoreError(
@@ -91,14 +91,17 @@ def use(flags, task, store):
             )
         return {"flags": settled}
     if not takes:
-        unused = f"features of edges are not used by --model {flags.model}: {why}"
-        return {"flags": settled, "lines": [unused]}
-    seen = f"the model sees the features of edges, {store.edge_dim} x {store.meta['edge_dtype']}"
+        return {
+            "flags": settled,
+            "lines": [f"features of edges are not used by --model {flags.model}: {why}"],
+        }
     return {
         "flags": dict.fromkeys(settled, True),
         "seen": {"edge_ids": True},
         "edges": store.edge_features,
-        "lines": [seen],
+        "lines": [
+            f"the model sees the features of edges, {store.edge_dim} x {store.meta['edge_dtype']}"
+        ],
     }
 
 

@@ -6,14 +6,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from disk.columns import ALWAYS, EDGE_TIME, NAMES, NODE_TIME, OF_EDGES, node_ids
-from disk.convert import by_part
+from disk.convert import by_part, from_edge_index
 from disk.files import SPLITS, StoreError, reading
 from extras import number_before
 from native import kernels
-from sampler import DAMAGED, DamagedGraph, expand, mix, outside, random_bits
+from sampler import DAMAGED, DamagedGraph, expand, mix, outside, prefix_sum, random_bits
 
 HELD_OUT = SPLITS[1:]  # parts whose pairs carry no messages
 
@@ -163,7 +162,6 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
         )
     if not len(pairs["train"]):
         raise StoreError(f"--edge-split {how}: {name} has no edges left to train on")
-    pairs = {part: pairs[part] for part in SPLITS}
     known = joined(edges, held)
     return view_of(
         messages,
@@ -209,10 +207,8 @@ def joined(edges, pairs):
     """Return `Edges` with those of pairs [n, 2] as well: pairs of a file may be no edges of the graph."""
     if edges.has(*pairs.unbind(1)).all():
         return edges
-    destination = torch.cat([torch.repeat_interleave(edges.indptr.diff()), pairs[:, 1]])
-    sources = torch.cat([edges.sources.long(), pairs[:, 0]])[destination.argsort()]
-    counts = destination.bincount(minlength=edges.indptr.numel() - 1)
-    return Edges(F.pad(counts.cumsum(0), (1, 0)), sources)
+    ends = torch.stack([edges.sources.long(), torch.repeat_interleave(edges.indptr.diff())])
+    return Edges(*from_edge_index(torch.cat([ends, pairs.T], 1), edges.indptr.numel() - 1))
 
 
 def edges_of(graph, edge_type):
@@ -224,7 +220,7 @@ def edges_of(graph, edge_type):
 
 def lists_of(graph, keep):
     """Select the edges of a graph where the mask keep [M] is True -> (indptr, indices)."""
-    return F.pad(keep.cumsum(0), (1, 0))[graph.indptr], graph.indices[keep]
+    return prefix_sum(keep)[graph.indptr], graph.indices[keep]
 
 
 def positives(edges, seed):
@@ -242,12 +238,10 @@ def positives(edges, seed):
 
 
 def times_of(store, edges, pairs, how):
-    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]. Where edges
-    have the times of their sources it is the later of the two: an edge is there once both of its ends are."""
+    """Find the time of the first edge between the nodes of each pair [P, 2], in either direction -> int64 [P]."""
     places, which = edges.between(pairs)
     times = torch.zeros(len(pairs), dtype=torch.int64)
-    reduction = "amax" if times_are_of_sources(store) else "amin"
-    times.scatter_reduce_(0, which, store.edge_time[places], reduction, include_self=False)
+    times.scatter_reduce_(0, which, there_since(store)[places], "amin", include_self=False)
     if len(lost := pairs[which.bincount(minlength=len(pairs)) == 0]):
         raise StoreError(
             f"--edge-split {how}: the pair {called(store, lost[0])} has no time, for it is no edge"
@@ -256,13 +250,16 @@ def times_of(store, edges, pairs, how):
     return times
 
 
-def times_are_of_sources(store):
-    """Check whether every edge has the time of its source, as those get that have none of their own."""
+def there_since(store):
+    """Return the time of each edge, int64 [M]. Where edges have the times of their sources, as those get that have none of
+    their own, it is the later one of both ends: an edge is there once they are."""
     times = getattr(store, NODE_TIME.name, None)
     if times is None:
-        return False
-    source_times = times[store.indices.long()]
-    return bool(((store.edge_time == source_times) | (store.edge_time == ALWAYS)).all())
+        return store.edge_time
+    of_sources = times[store.indices.long()]
+    if not ((store.edge_time == of_sources) | (store.edge_time == ALWAYS)).all():
+        return store.edge_time
+    return torch.maximum(store.edge_time, times.repeat_interleave(store.indptr.diff()))
 
 
 def bits_of(pairs, key):
@@ -330,7 +327,7 @@ def check_types(name, pairs, store, edge_type):
         )
 
 
-def checked_pairs(name, pairs, store, edge_type=None):
+def checked_pairs(name, pairs, store, edge_type):
     """Look up the nodes of pairs [n, 2] -> int64 tensor [n, 2]; StoreError for another shape, dtype or an unknown node,
     and for ends that edges of the type do not join."""
     pairs = np.asarray(pairs)

@@ -234,7 +234,7 @@ class GraphDataset:
     def __reduce__(self):
         return GraphDataset.open, (self.path,), {"split": self.split}  # which may have been changed
 
-    def renumber(self, class_names):
+    def take(self, class_names):
         """Number the classes as in the data set that a network was trained on; StoreError for one that is not there."""
         names = set(self.class_names or ())
         if other := sorted(names.difference(class_names)):

@@ -81,8 +81,7 @@ def coded_features(codes, meta, path):
     """Return what the codes in a store stand for -> CodedFeatures. meta: of the store."""
     scale = torch.tensor(meta["feature_scale"], dtype=torch.float32, device="cpu")
     ends = ends_of_types(meta.get("node_types", [])) if scale.dim() == 3 else None
-    kinds = () if ends is None else (len(ends),)
-    return CodedFeatures(codes, scale.view(*kinds, 2, codes.shape[1]), path, ends)
+    return CodedFeatures(codes, scale, path, ends)
 
 
 def ends_of_types(node_types):
@@ -133,9 +132,13 @@ def encoder(features, node_types, folder, progress):
     high, low = (of.masked_fill_(of.isinf(), 0) for of in (high, low))  # types without nodes
     steps = ((high - low) / 255).float()
     offsets = (low + 128 * steps.double()).float()
-    what = "the largest of each column of features"
     for beyond, values in zip((128 * steps + offsets.abs()).isinf(), high):
-        refuse(beyond, what, values, "int8 needs a range within float32")
+        refuse(
+            beyond,
+            "the largest of each column of features",
+            values,
+            "int8 needs a range within float32",
+        )
     scale = torch.stack([steps, offsets], 1)
     scale = scale[0] if ends is None else scale
 

@@ -18,8 +18,6 @@ With times, both ends of a pair and its negatives see the edges up to the time o
 P pairs of a batch have K negatives each; D is the width of an embedding.
 """
 
-from functools import partial
-
 import numpy as np
 import torch
 from torch.nn import functional as F
@@ -35,19 +33,21 @@ from extras.edge_split import (
     counts_of,
     split_edges,
     split_type,
+    there_since,
     view_of,
 )
-from extras.ranking import Evaluation, Negatives, Scorer, at_times, distinct, score_pairs
+from extras.ranking import Evaluation, Negatives, Scorer, at_times, distinct
 from extras.times import edge_times
 from sampler import mix
 from sources.splits import say_empty_parts
 from tasks.metrics import METRICS, metrics_with
 from tasks.task import (
+    CHUNK,
     Task,
     as_stored,
     described,
     gnn,
-    in_chunks,
+    node_columns,
     numbered_columns,
     open_graph,
     rows_of_nodes,
@@ -61,9 +61,8 @@ class Links:
 
     graph: of `split_edges`. indptr, indices: its edges that carry messages, on the sampler's device. negatives: K per
     pair, drawn by `seed`; by_degree: in proportion to degree^0.75; checked: avoid the edges that carry messages.
-    softmax: the loss is the cross-entropy of a pair among its negatives, else of each logit alone. exclude: leave the
-    positives of the step out of its messages; False shows the leak. common: `CommonNeighbours` of the same edges, if the
-    scorer takes what pairs have in common.
+    softmax: the loss is the cross-entropy of a pair among its negatives, else of each logit alone. common:
+    `CommonNeighbours` of the same edges, if the scorer takes what pairs have in common: `columns` of its columns, or all.
     """
 
     def __init__(
@@ -77,19 +76,18 @@ class Links:
         by_degree=False,
         checked=True,
         softmax=False,
-        exclude=True,
         common=None,
+        columns=None,
     ):
         self.count = negatives
         self.common = common
+        self.columns = columns
         self.softmax = softmax
-        self.exclude = exclude
         # ~2 is no step: the sampler's key of a hop is mix(mix(mix(seed) ^ step) ^ hop)
         self.key = mix(mix(seed) ^ ~2)
         self.pairs = graph.pairs["train"].to(indices.device)
-        self.times = None
-        if graph.pair_times is not None:
-            self.times = graph.pair_times["train"].to(indices.device)
+        times = graph.pair_times
+        self.times = times and times["train"].to(indices.device)
         self.edges = common.edges if common else Edges(indptr, indices)
         self.negatives = Negatives(
             self.edges if checked else None,
@@ -108,8 +106,8 @@ class Links:
         key = mix(self.key ^ (batch.global_step & (1 << 64) - 1))
         negatives, bad = self.negatives.attempts(key, seeds, pairs, self.count)
         nodes, times, y = self._ends(seeds, pairs, negatives)
-        step_pairs = self._of_pairs(batch.step_seeds) if self.exclude else seeds[:0]
-        first, counts = self.edges.ranges(self.pairs[step_pairs])
+        step_pairs = self.pairs[self._of_pairs(batch.step_seeds)]
+        first, counts = self.edges.ranges(step_pairs)
         last = F.pad(y.flatten(), (1, 0), value=-1).amax()  # a part of a step may be empty
         # the host waits for the GPU here only
         left, last, num_edges = torch.stack([bad.sum(), last, counts.sum()]).tolist()
@@ -117,9 +115,7 @@ class Links:
             negatives = self.negatives.looked_up(pairs, negatives, bad)
             nodes, times, y = self._ends(seeds, pairs, negatives)
             last = int(y.amax())
-        options = {}
-        if self.exclude:
-            options["exclude"] = self.edges.listed(first, counts, num_edges)
+        options = {"exclude": self.edges.listed(first, counts, num_edges)}
         if self.times is not None:
             options["times"] = times[: last + 1]
         if self.common:
@@ -133,7 +129,7 @@ class Links:
         times = None
         if self.times is not None:
             times = self.times[seeds].repeat_interleave(ends.shape[1])
-        features = self.common.pair_features(ends.view(-1, 2), times)
+        features = self.common.pair_features(ends.view(-1, 2), times, self.columns)
         return features.double().view(torch.int64).view(len(pairs), -1)
 
     def _of_pairs(self, seeds):
@@ -162,7 +158,7 @@ class Links:
         rows = y.clamp(min=0)
         source = h.index_select(0, rows[:, 0]).unsqueeze(1)  # [P, 1, D]
         others = h.index_select(0, rows[:, 1:].flatten())
-        others = others.view(len(y), y.shape[1] - 1, h.shape[1])  # [P, 1 + K, D]
+        others = others.unflatten(0, (len(y), 1 + self.count))  # [P, 1 + K, D]
         logits = scorer(source, others, features)  # [P, 1 + K]
         if self.softmax:
             first = y[:, 0].clamp(max=0)
@@ -196,6 +192,12 @@ def joined_to_scorer(network, _, output):
     return output + 0 * sum(p.sum() for p in network.scorer.parameters())
 
 
+def columns_of(flags):
+    """Return how many columns of `CommonNeighbours` the scorer takes."""
+    timed = flags.temporal in ("at", "before")
+    return len(COMMON) + (2 * timed if flags.scorer == "ncn" else 1)
+
+
 class LinkTask(Task):
     """Link prediction: learn embeddings of nodes from which a scorer tells edges from other pairs."""
 
@@ -219,7 +221,8 @@ class LinkTask(Task):
         store = open_graph(args, path, say)
         edge_type = None if args.edge_type is None else number_of_type(store, args.edge_type)
         file = args.edge_split if args.edge_split.endswith(".npz") else None
-        if NAMES in store.meta["files"] and (file or args.pairs):
+        files = store.meta["files"]
+        if NAMES in files and (file or args.pairs):
             say(f"names   files of pairs hold names of nodes, those of {NAMES}")
         graph = split_edges(
             store,
@@ -229,7 +232,6 @@ class LinkTask(Task):
             edge_type=edge_type,
             say=say,
         )
-        files = store.meta["files"]
         if file:  # part of what identifies the data of a checkpoint
             files = {**files, file: {"bytes": 0, "sha256": sha256_of(file).hexdigest()}}
         # outputs are embeddings
@@ -242,8 +244,9 @@ class LinkTask(Task):
             say_empty_parts(self.store.split, "edges", say)
         self.metric = args.metric or self.metrics[0]
         historical = args.eval_negatives == "historical"
-        strict = args.temporal == "before"
-        self.evaluation = Evaluation(self.store, strict, historical, args.top or 10)
+        self.evaluation = Evaluation(
+            self.store, args.temporal == "before", historical, args.top or 10
+        )
         if historical:
             say(
                 "ranks   against nodes to which the source had an edge before; of fewer than 100 the others are random"
@@ -282,8 +285,7 @@ class LinkTask(Task):
                 f"--model {args.model} has a `scorer`: --task link gives the network one of that name"
                 ", rename yours"
             )
-        columns = len(COMMON) + 2 * (args.temporal in ("at", "before"))
-        network.add_module("scorer", Scorer(args.scorer, args.hidden, columns))
+        network.add_module("scorer", Scorer(args.scorer, args.hidden, columns_of(args)))
         if custom is not None and args.scorer != "dot":  # which has no parameters
             network.register_forward_hook(joined_to_scorer)
         return network
@@ -295,6 +297,8 @@ class LinkTask(Task):
             values["num_layers"] = 2
         if "temporal" not in flags.typed or flags.temporal == "off":  # gcn knows no degrees by time
             values["model"] = "gcn"
+        if flags.temporal in ("at", "before"):
+            values["scorer"] = "ncn"
         return values
 
     def seeds_per_example(self, args):
@@ -319,17 +323,18 @@ class LinkTask(Task):
             checked=not args.unchecked_negatives,
             softmax=args.link_loss == "softmax",
             common=self._common(args, indptr, indices),
+            columns=columns_of(args),
         )
         self.draw = self.links.draw
 
     def _common(self, args, indptr, indices):
-        """Return the `CommonNeighbours` of --scorer ncn, else None."""
-        if args.scorer != "ncn":
+        """Return the `CommonNeighbours` of --scorer ncn and paths, else None."""
+        if args.scorer not in ("ncn", "paths"):
             return None
         common = self.evaluation.common
         if indices.device.type == "cpu":
             return common
-        times = self.store.edge_time.to(indices.device) if self.evaluation.timed else None
+        times = there_since(self.store).to(indices.device) if self.evaluation.timed else None
         return CommonNeighbours(Edges(indptr, indices), times, common.strict)
 
     def loss(self, network, output, y):
@@ -363,10 +368,7 @@ class LinkTask(Task):
         if args.predict and args.top:
             report.write(None, self.rows_of_best(run, h))
         elif args.predict and args.pairs:
-            evaluation = self.evaluation
-            scorer = run.model.scorer.on_host(h.dtype)
-            features = partial(evaluation.features, None) if scorer.columns else None
-            scores = score_pairs(scorer, h, self.asked, features)
+            scores = self.evaluation.logits(run.model.scorer.on_host(h.dtype), h, self.asked)
             report.write(lambda: scores, self.rows_of_pairs(scores))
         elif args.predict:
             report.write(lambda: h, rows_of_nodes(self.store, h, numbered_columns))
@@ -386,20 +388,16 @@ class LinkTask(Task):
         of the nodes, if they have any, their names or, without names, numbers within the type, and scores [n]. h: [V, D]."""
         names = self.store.node_names()
         names = names and as_stored(self.store, names)
-        types = np.array([*self.store.node_types])
-        ends = self.evaluation.negatives.ends
         for *pairs, scores in self.evaluation.best(run.model.scorer, h, run.plan.top):
             table = {}
             for column, nodes in zip(("source", "destination"), pairs):
-                kind = torch.bucketize(nodes, ends[1:], right=True)
-                if len(types):
-                    table[f"{column}_type"] = types[kind]
-                table[column] = (nodes - ends[kind]).numpy() if names is None else names[nodes]
+                some = None if names is None else names[nodes]
+                table |= node_columns(self.store, f"{column}_type", column, nodes.numpy(), some)
             yield {**table, "score": scores.numpy()}
 
     def rows_of_pairs(self, scores):
         """Yield a table of --pairs in chunks, {column: values}: their nodes as in the file, and scores [n]."""
-        for rows in in_chunks(len(scores), 1):
+        for rows in torch.arange(len(scores)).split(CHUNK):
             source, destination = self.named[rows].T
             yield {"source": source, "destination": destination, "score": scores[rows].numpy()}
 
@@ -433,6 +431,12 @@ def ranks_all(flags):
         return "writes a table of all sources: give --predict FILE.csv or .parquet, and no --pairs"
 
 
+def without_times(flags):
+    """Refuse --scorer paths with times."""
+    if flags.scorer == "paths" and flags.temporal in ("at", "before"):
+        return "counts edges of all times: give --scorer ncn"
+
+
 def flags(kinds):
     """Declare the flags of --task link."""
     return {
@@ -449,9 +453,10 @@ def flags(kinds):
                 "predict edges of a type, as user,buys,item (default: all)",
             ),
             scorer=kinds.fixed(
-                kinds.one_of("ncn", "dot", "distmult", "mlp"),
-                "ncn",
-                "how pairs are scored; ncn: also by common neighbours",
+                kinds.one_of("paths", "ncn", "dot", "distmult", "mlp"),
+                "paths",
+                "how pairs are scored; ncn: also by common neighbours; paths: and paths of 3 edges",
+                needs=[without_times],
             ),
             negatives=kinds.fixed(
                 kinds.COUNT, 1, "negatives per training edge, none of them an edge"

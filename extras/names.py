@@ -94,22 +94,3 @@ def reordered(store, names):
         raise StoreError(f"{store.path}: columns {', '.join(names)} are asked for, it has {have}")
     order = torch.tensor([store.feature_names.index(name) for name in names])
     return ReorderedFeatures(store.features, order)
-
-
-def name_features(ranks, store, was, path):
-    """Put the feature columns of a store into the order of names `was` of the checkpoint at `path`; StoreError for other
-    names. If one of them has no names, columns go by position, and a line says so."""
-    here = store.feature_names
-    if not (here and was):
-        lacks = f"{store.path} has" if was else "the checkpoint has"
-        ranks.say(f"data    features go by position: {lacks} no names of columns")
-    elif sorted(here) != sorted(was):
-        lost = min({*was} - {*here}, key=was.index)
-        other = min({*here} - {*was}, key=here.index)
-        raise StoreError(
-            f"checkpoint {path} was trained on a graph with the feature {lost!r}; {store.path}"
-            f" lacks it and has {other!r} instead: name the columns alike"
-        )
-    elif here != was:
-        store.take_columns(was)
-        ranks.say("data    feature columns are put into the checkpoint's order by name")

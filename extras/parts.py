@@ -27,7 +27,7 @@ class PartFeatures(StoredFeatures):
         self._rows = rows
         self.first = first
         self.stop = first + rows.shape[0]
-        self.shape = tuple(shape)
+        self.shape = shape
         self.dtype = rows.dtype
         self.path = path
 
@@ -98,12 +98,11 @@ def _write_part(path, graph, features, part, progress):
     """Write its rows of the features, as they are kept, and the meta.json of a part (number, of how many) of an open store."""
     first, stop = part_bounds(features.shape[0], *part)
     step = convert.chunk_rows(features)
-
-    def pieces():
-        for a in range(first, stop, step):
-            yield convert.as_numpy(features.gather(torch.arange(a, min(a + step, stop))))
-
-    rows = convert.Rows((stop - first, features.shape[1]), features.dtype, pieces())
+    pieces = (
+        convert.as_numpy(features.gather(torch.arange(a, min(a + step, stop))))
+        for a in range(first, stop, step)
+    )
+    rows = convert.Rows((stop - first, features.shape[1]), features.dtype, pieces)
     chunks = (chunk for _, chunk in convert.chunked(path.name, rows, progress=progress))
     file = path / BACKENDS[graph.meta["backend"]]
     whole = graph.meta["files"][file.name]

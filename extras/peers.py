@@ -116,8 +116,7 @@ def _map(starts, ranks):
         os.close(file)
         _call("cuMemMap", address.value + starts[i], sizes[i], 0, part, 0)
         _call("cuMemRelease", part)  # the memory is freed when no process maps it any more
-    access = struct.pack("3i", ON_GPU, gpu, READ_WRITE)
-    _call("cuMemSetAccess", address, starts[-1], access, 1)
+    _call("cuMemSetAccess", address, starts[-1], struct.pack("3i", ON_GPU, gpu, READ_WRITE), 1)
     return address.value
 
 

@@ -19,11 +19,6 @@ def write_picture(path, figure):
 
 def timeline(report, laps):
     """Draw a Gantt chart of the first training steps, one row per stage and thread. laps: of a `Clock`."""
-    draw_timeline(laps, report.flags.timeline)
-
-
-def draw_timeline(laps, path):
-    """Draw it to a .png file."""
     from matplotlib.figure import Figure
 
     from run.report import STAGES  # which imports the flags, and they this file
@@ -53,18 +48,20 @@ def draw_timeline(laps, path):
         f"First {plural(len(ends), 'training step')} of an epoch: stages, with the threads they run on",
         loc="left",
     )
-    write_picture(path, figure)
+    write_picture(report.flags.timeline, figure)
 
 
-def draw_curve(epochs, path, title, metric, kept):
-    """Draw loss, validation score and learning rate of each epoch to a .png file.
-
-    Args:
-        epochs: figures of epochs, as in --log. title: of the picture.
-        metric: of the validation score. kept: number of the epoch whose weights are kept.
-    """
+def curve(report, task, best):
+    """Draw loss, validation score and learning rate of each epoch of this run. best: what train.py keeps of the best epoch."""
     from matplotlib.figure import Figure
 
+    flags = report.flags
+    epochs = report.epochs
+    if not epochs:
+        print(f"curve   no epoch was completed: {flags.curve} is not drawn")
+        return
+    kept = best["epoch"] if best["model"] else epochs[-1]["epoch"]
+    metric = task.metric
     numbers = [figures["epoch"] for figures in epochs]
     rows = {"training loss": [figures["loss"] for figures in epochs]}
     valid = [figures.get("valid") or {metric: figures.get("valid_sampled")} for figures in epochs]
@@ -86,23 +83,12 @@ def draw_curve(epochs, path, title, metric, kept):
     axes[-1].xaxis.get_major_locator().set_params(integer=True)
     axes[-1].set_xlabel("epoch")
     where = "dashed" if kept in numbers else "before this run"
-    axes[0].set_title(f"{title}\nweights kept: epoch {kept} ({where})", loc="left")
-    write_picture(path, figure)
-
-
-def curve(report, task, best):
-    """Draw the epochs of this run. best: what train.py keeps of the best epoch."""
-    flags = report.flags
-    epochs = report.epochs
-    if not epochs:
-        print(f"curve   no epoch was completed: {flags.curve} is not drawn")
-        return
-    kept = best["epoch"] if best["model"] else epochs[-1]["epoch"]
     name = Path(flags.dataset).name
     if len(name) > 70:
         name = f"{name[:67]}..."
     title = f"{flags.model} on {name}, seed {flags.seed}"
-    draw_curve(epochs, flags.curve, title, task.metric, kept)
+    axes[0].set_title(f"{title}\nweights kept: epoch {kept} ({where})", loc="left")
+    write_picture(flags.curve, figure)
 
 
 @contextmanager

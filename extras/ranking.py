@@ -8,7 +8,6 @@ Draws depend only on a key and the number of the pair. P pairs have K negatives 
 """
 
 import copy
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -18,10 +17,10 @@ from torch.nn import functional as F
 
 from disk.files import SPLITS, StoreError
 from extras import number_before
-from extras.common_neighbours import CommonNeighbours, destinations_of
-from extras.edge_split import HELD_OUT, Edges
+from extras.common_neighbours import CommonNeighbours, chunks_of, destinations_of
+from extras.edge_split import HELD_OUT, Edges, there_since
 from native import kernels
-from sampler import expand, mix, random_bits
+from sampler import expand, mix, prefix_sum, random_bits
 from tasks.metrics import METRICS, at_k, check_scores, metrics_with, ranking
 
 RANKED_AGAINST = 100  # fixed negatives per pair in a graph of more than SMALL nodes
@@ -49,11 +48,11 @@ class Negatives:
     def __init__(self, edges, num_nodes, degrees=None, counts=None):
         self.edges = edges
         self.num_nodes = num_nodes
-        self.ends = torch.tensor([0, *(counts or [num_nodes])]).cumsum(0)
+        self.ends = prefix_sum(torch.tensor(counts or [num_nodes]))
         self.upto = None
         if degrees is not None:  # integers have the same sum on every device
             weights = (degrees.double().pow(0.75) * 1024).long()
-            self.upto = F.pad(weights.cumsum(0), (1, 0))
+            self.upto = prefix_sum(weights)
 
     def same_type(self, nodes):
         """Look up the range of ids of each node's type -> (first, end), int64 of the shape of nodes."""
@@ -79,8 +78,7 @@ class Negatives:
         """Draw `count` negative destinations for each pair, to which its source has no edge -> int64 [P, count]. key:
         int of 64 bits. numbers: int64 [P], of the pairs. pairs: int64 [P, 2]. StoreError for a source that has an edge
         to every node."""
-        node, bad = self.attempts(key, numbers, pairs, count)
-        return self.looked_up(pairs, node, bad) if bad.any() else node
+        return self.looked_up(pairs, *self.attempts(key, numbers, pairs, count))
 
     def attempts(self, key, numbers, pairs, count):
         """Draw as `draw`, each negative TRIES times at most -> (nodes int64 [P, count]; bool [P, count], those that are no
@@ -151,19 +149,15 @@ class Negatives:
     def without(self, pairs):
         """Find the pairs [P, 2] whose source has an edge to every node of the destination's type but itself: they have
         no negative of that type -> bool [P]."""
-        if not len(pairs):
-            return torch.zeros(0, dtype=torch.bool)
         ranges = torch.stack([pairs[:, 0], *self.same_type(pairs[:, 1])], 1)
         ranges, which = ranges.unique(dim=0, return_inverse=True)
         source, first, end = ranges.unbind(1)
         degree = self.edges.sources.bincount(minlength=self.num_nodes)[source]
         full = degree >= end - first - 1
-        hubs = full.nonzero().squeeze(1)
-        counts = (end - first)[hubs]
-        parts = ((counts.cumsum(0) - 1) // CHUNK).bincount().tolist()
-        for some, sizes in zip(hubs.split(parts), counts.split(parts)):
-            hub = some.repeat_interleave(sizes)
-            free = ~self._bad(source[hub], expand(first[some], sizes))
+        counts = (end - first) * full
+        for part in chunks_of(counts, CHUNK):
+            hub = part.repeat_interleave(counts[part])
+            free = ~self._bad(source[hub], expand(first[part], counts[part]))
             full[hub[free]] = False
         return full[which]
 
@@ -181,7 +175,7 @@ def distinct(x):
     if not x.numel() or not kernels.is_gpu(x.device):
         return x.unique(return_inverse=True)
     ordered, order = x.flatten().sort()
-    rank = F.pad(ordered[1:] != ordered[:-1], (1, 0)).cumsum(0)
+    rank = prefix_sum(ordered[1:] != ordered[:-1])
     place = torch.empty_like(rank).scatter_(0, order, rank)
     return torch.zeros_like(ordered).scatter_(0, rank, ordered), place.view_as(x)
 
@@ -200,13 +194,14 @@ def at_times(nodes, times, num_nodes):
 class Scorer(nn.Module):
     """Scores pairs of embeddings, as the logit of an edge: "dot", the dot product; "distmult", with a weight per column
     (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product; "ncn", as distmult of embeddings of
-    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: so many columns)."""
+    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: its first so many columns); "paths", the
+    same."""
 
     def __init__(self, kind, width, columns=4):
         super().__init__()
         self.kind = kind
-        self.columns = columns if kind == "ncn" else 0
-        weighted = kind in ("distmult", "ncn")
+        self.columns = columns if kind in ("ncn", "paths") else 0
+        weighted = self.columns or kind == "distmult"
         self.relation = nn.Parameter(torch.ones(width)) if weighted else 1.0
         if kind == "mlp":
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
@@ -216,7 +211,7 @@ class Scorer(nn.Module):
 
     def forward(self, source, destination, features=None):
         """Score source [..., D] with destination [..., D], which broadcast -> logits [...]. features: [..., columns] of the
-        pairs, or more columns, for "ncn"."""
+        pairs, or more columns, if it takes them."""
         if self.kind == "mlp":
             return self.mlp(source * destination).squeeze(-1)
         source, destination = self._scaled(source, destination)
@@ -239,7 +234,7 @@ class Scorer(nn.Module):
         return copy.deepcopy(self).to("cpu", dtype)
 
     def against_all(self, source, table, features=None):
-        """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns], for "ncn"."""
+        """Score source [n, D] with every row of table [V, D] -> logits [n, V]. features: [n, V, columns]."""
         if self.kind == "mlp":
             return self(source.unsqueeze(1), table)
         source, table = self._scaled(source, table)
@@ -251,7 +246,10 @@ class Baseline(NamedTuple):
 
     column: int
     kind = "baseline"
-    columns = True
+
+    @property
+    def columns(self):
+        return self.column + 1
 
     def __call__(self, source, destination, features):
         return features[..., self.column]
@@ -307,7 +305,7 @@ class Evaluation:
         self.k = k
         self.timed = graph.pair_times is not None
         self.common = CommonNeighbours(
-            Edges(graph.indptr, graph.indices), graph.edge_time if self.timed else None, strict
+            Edges(graph.indptr, graph.indices), there_since(graph) if self.timed else None, strict
         )
         self.negatives = Negatives(graph.known_edges, graph.num_nodes, counts=graph.node_counts)
         self.historical = historical
@@ -327,11 +325,11 @@ class Evaluation:
         key = mix(EVALUATION ^ SPLITS.index(part))
         random = self.negatives.pairs(mix(key), pairs)
         ranked = ~self.negatives.without(pairs)
-        if self.lists:
-            return Examples(pairs, random, None, ranked, queries)
-        numbers = ranked.nonzero().squeeze(1)
-        others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
-        others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
+        others = None
+        if not self.lists:
+            numbers = ranked.nonzero().squeeze(1)
+            others = pairs.new_zeros(len(pairs), RANKED_AGAINST)
+            others[ranked] = self.negatives.draw(key, numbers, pairs[ranked], RANKED_AGAINST)
         if not self.timed:
             return Examples(pairs, random, others, ranked, queries)
         if self.historical:
@@ -360,13 +358,12 @@ class Evaluation:
         row = found.nonzero()[:, 0]
         nodes = trained[order, 1][start[row] + place[found]]
         common = self.common
-        dropped = common.edges.any_of(
+        kept = ~common.edges.any_of(
             source[row], nodes, lambda places, i: common.times[places] == times[row[i]]
         )
         first, end = (ids[row] for ids in self.negatives.same_type(pairs[:, 1]))
-        dropped |= (nodes < first) | (nodes >= end)
-        earlier = others.masked_scatter(found, nodes)
-        return torch.where(found.masked_scatter(found, ~dropped), earlier, others)
+        kept &= (nodes >= first) & (nodes < end)
+        return others.masked_scatter(found.masked_scatter(found, kept), nodes[kept])
 
     @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
@@ -380,12 +377,11 @@ class Evaluation:
         mine = ranks.part(count) if ranks else slice(None)
         pairs = examples.pairs[mine]
         others = None if examples.others is None else examples.others[mine]
-        features = partial(self.features, examples) if scorer.columns else None
         columns = [
-            score_pairs(scorer, h, pairs, features),
-            score_pairs(scorer, h, examples.random[mine], features),
+            self.logits(scorer, h, pairs, examples),
+            self.logits(scorer, h, examples.random[mine], examples),
             # 0: with nothing to be ranked against
-            self._ranks(scorer, h, pairs, others, features) * examples.ranked[mine],
+            self._ranks(scorer, h, pairs, others, examples) * examples.ranked[mine],
             examples.queries[mine],
         ]
         results = torch.stack(columns, 1)
@@ -401,37 +397,57 @@ class Evaluation:
         by_source = at_k(self.k, place[ranked], queries[ranked]) if ranked.any() else {}
         return ranking(place[ranked]) | by_name | by_source
 
-    def baselines(self, part, ranks=None):
+    def baselines(self, part, ranks):
         """Evaluate the columns of `common` as scorers -> {name: {metric: value}}, or {} without pairs."""
         count = self.graph.num_nodes if not self.timed else len(self.examples[part].nodes)
         h = torch.zeros(count, 1)
         names = self.common.columns
-        found = {names[j]: self(Baseline(j), h, part, ranks) for j in range(len(names))}
+        found = {name: self(Baseline(j), h, part, ranks) for j, name in enumerate(names)}
         return {name: scores for name, scores in found.items() if scores}
 
-    def features(self, examples, source, destination):
-        """Compute the features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast -> [..., columns]."""
+    @torch.no_grad()
+    def logits(self, scorer, h, pairs, examples=None):
+        """Score pairs int64 [n, 2] of nodes, as of the end of time, or of `examples` -> logits [n]. h: [V, D] or, of examples with
+        times, as for a call; all in host memory."""
+        logits = [h.new_zeros(0)]
+        for part in pairs.split(1 << 16):
+            source, destination = part.unbind(1)
+            features = self._features(scorer, examples, source, destination)
+            logits.append(scorer(h[source], h[destination], features))
+        return torch.cat(logits)
+
+    def _features(self, scorer, examples, source, destination):
+        """Compute the features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast -> [..., columns];
+        None for a scorer that takes none."""
+        if not scorer.columns:
+            return None
         pairs = torch.stack(torch.broadcast_tensors(source, destination), -1)
         times = None
         if self.timed and examples:  # else as of the end of time
             times = examples.times[pairs[..., 0]].flatten()
             pairs = examples.nodes[pairs]
-        return self.common.pair_features(pairs.view(-1, 2), times).view(*pairs.shape[:-1], -1)
+        features = self.common.pair_features(pairs.view(-1, 2), times, scorer.columns)
+        return features.view(*pairs.shape[:-1], scorer.columns)
 
-    def _ranks(self, scorer, h, pairs, others, features):
+    def _against_all(self, scorer, h, source):
+        """Score every node as a destination of source [n] -> logits [n, V]."""
+        count = scorer.columns
+        features = self.common.against_all(source, count) if count else None
+        return scorer.against_all(h[source], h, features)
+
+    def _ranks(self, scorer, h, pairs, others, examples):
         """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
         width = self.graph.num_nodes if others is None else others.shape[1]
         if others is not None or scorer.kind == "mlp":
             width *= h.shape[1]
-        elif features:
+        elif scorer.columns:
             width *= len(self.common.columns)
         places = [h.new_zeros(0)]
         for rows in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
             source, destination = pairs[rows].unbind(1)
             destination = destination.unsqueeze(1)
             if others is None:
-                pair_features = self.common.against_all(source) if features else None
-                scores = scorer.against_all(h[source], h, pair_features)
+                scores = self._against_all(scorer, h, source)
                 sums = scores.sum(1)
                 positive = scores.gather(1, destination)
                 scores[left_out(self.lists, source)] = -torch.inf
@@ -442,8 +458,8 @@ class Evaluation:
                 scores.scatter_(1, destination, -torch.inf)
             else:  # in one product: another would round the scores of equal embeddings otherwise
                 both = torch.cat([destination, others[rows]], 1)
-                pair_features = features(source.unsqueeze(1), both) if features else None
-                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), pair_features)
+                features = self._features(scorer, examples, source.unsqueeze(1), both)
+                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), features)
                 sums = scores.sum(1)
                 positive = scores[:, :1]
                 scores = scores[:, 1:]
@@ -469,8 +485,7 @@ class Evaluation:
             low, first = firsts[0].tolist()
             high, end = ends[0].tolist()
             for source in torch.arange(low, high).split(max(1, CHUNK // width)):
-                features = self.common.against_all(source) if scorer.columns else None
-                scores = scorer.against_all(h[source], h, features)
+                scores = self._against_all(scorer, h, source)
                 check_scores(scores)
                 scores[left_out(lists, source)] = -torch.inf
                 scores, nodes = scores[:, first:end].topk(min(k, end - first))
@@ -487,15 +502,3 @@ def left_out(lists, source):
     counts = indptr.diff()[source]
     neighbours = destinations[expand(indptr[source], counts)].long()
     return torch.cat([rows.repeat_interleave(counts), rows]), torch.cat([neighbours, source])
-
-
-@torch.no_grad()
-def score_pairs(scorer, h, pairs, features=None):
-    """Score pairs int64 [n, 2] of embeddings h [V, D] -> logits [n]; all in host memory. features: function(source,
-    destination) of int64 [n] -> [n, columns], if the scorer takes them."""
-    logits = [h.new_zeros(0)]
-    for part in pairs.split(1 << 16):
-        source, destination = part.unbind(1)
-        pair_features = features(source, destination) if features else None
-        logits.append(scorer(h[source], h[destination], pair_features))
-    return torch.cat(logits)

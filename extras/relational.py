@@ -12,10 +12,8 @@ Copy this file and model.py into your own code: they need only torch. Importing 
 With the folder native/, sums over types on a GPU add no rows by atomics, except those for bases of more than LOOPED types.
 """
 
-from typing import NamedTuple
-
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 import model
@@ -76,24 +74,29 @@ class RGCNConv(Conv, name="rgcn"):
         if model.fused and model.fused.is_gpu(near.messages.device) and near.types is not None:
             return out + self.without_waiting(near)
         group, counts, indices = self._grouped(near.indptr, near.indices, near.types)
-        dst = group // R
-        kinds = group % R
         few = 2 * len(group) < S * R
         if self.averages and self.coefficients is None and R <= LOOPED and few:
-            groups = Groups(dst, kinds, counts, indices)
             maps = [(weight.t(), None) for weight in self.weight]
-            return _add_means(out.clone(), groups, [near.messages], [maps])
+            return _add_means(
+                out.clone(),
+                [near.messages],
+                [maps],
+                dst=group // R,
+                kinds=group % R,
+                counts=counts,
+                indices=indices,
+            )
         means = self.gathered(near, group, counts, indices)  # [G, F]
         if self.coefficients is None:  # zeros if a destination has no edge of a type
             sums = means.new_zeros(S * R, means.shape[1]).index_copy_(0, group, means)
         else:
             sums = self.sums_by_basis(means, group, S)
-        return out + self.mapped(sums, self.weight, S)
+        return out + self.mapped(sums, self.weight)
 
-    def mapped(self, means, matrices, S):
+    def mapped(self, means, matrices):
         """Map means [S, R, F], in any shape, by matrices [R, F, D] and add up over the types -> [S, D]."""
         weight = matrices.flatten(0, 1)
-        return means.reshape(S, len(weight)) @ weight
+        return means.reshape(-1, len(weight)) @ weight
 
     def by_edge(self, near):
         """Return `near` with a message for each edge: what came over it beside its features, [E, F + edge_dim]."""
@@ -113,8 +116,7 @@ class RGCNConv(Conv, name="rgcn"):
         """Return W_r of all types [R, F, D]."""
         if self.coefficients is None:
             return self.weight
-        shape = self.num_types, *self.weight.shape[1:]
-        return (self.coefficients @ self.weight.flatten(1)).view(shape)
+        return (self.coefficients @ self.weight.flatten(1)).unflatten(1, self.weight.shape[1:])
 
     def without_waiting(self, near):
         """Compute sum_r W_r mean_r(h_u) -> [S, D], while the host does not wait for a GPU, in shapes that follow from those
@@ -137,7 +139,7 @@ class RGCNConv(Conv, name="rgcn"):
         if by_basis:
             matrices = self.weight
             means = self.sums_by_basis(means, groups, S + 1)[:S]
-        return self.mapped(means, matrices, S)
+        return self.mapped(means, matrices)
 
     def means_of_groups(self, near, group, offsets, indices):
         """Average the messages `indices` [E] of each group, which begins at offsets [G+1] -> [G, F]. group: [E], of each edge:
@@ -157,26 +159,27 @@ class RGCNConv(Conv, name="rgcn"):
         R = self.num_types
         K = len(tables)
         sources = rows[block.indices].to(block.indices.dtype)
-        source_kinds = kinds[block.indices]
-        edges = block.indptr, sources, block.edge_type
-        group, counts, sources = self._grouped(*edges, source_kinds, K)
+        group, counts, sources = self._grouped(
+            block.indptr, sources, block.edge_type, kinds[block.indices], K
+        )
         type_of_group = group // K
         if bool((type_of_group[1:] == type_of_group[:-1]).any()):
             return None
         self_rows = torch.arange(S, device=group.device)
-        groups = Groups(
-            dst=torch.cat([type_of_group // R, self_rows]),
-            kinds=torch.cat([group % K * (R + 1) + type_of_group % R, kinds[:S] * (R + 1) + R]),
-            counts=torch.cat([counts, torch.ones_like(self_rows)]),
-            indices=torch.cat([sources, rows[:S].to(sources)]),
-        )
         weights = [*(weight.t() for weight in self.matrices()), self.self_linear.weight]
         maps = []
         for of in inputs.linears:
             maps.append([(weight @ of.weight, weight @ of.bias) for weight in weights])
         maps.append([(weight, None) for weight in weights])
-        out = self.self_linear.bias.repeat(S, 1)
-        return _add_means(out, groups, tables, maps)
+        return _add_means(
+            self.self_linear.bias.repeat(S, 1),
+            tables,
+            maps,
+            dst=torch.cat([type_of_group // R, self_rows]),
+            kinds=torch.cat([group % K * (R + 1) + type_of_group % R, kinds[:S] * (R + 1) + R]),
+            counts=torch.cat([counts, torch.ones_like(self_rows)]),
+            indices=torch.cat([sources, rows[:S].to(sources)]),
+        )
 
     def gathered(self, near, group, counts, indices):
         """Average the messages of each group, whose `counts` [G] rows are `indices` -> [G, F]."""
@@ -186,13 +189,16 @@ class RGCNConv(Conv, name="rgcn"):
         """Group each destination's edges by type and one of K kinds [E] -> ((destination * R + type) * K + kind of each
         group [G], int64, ascending; its number of edges [G]; indices, group by group)."""
         if types is None:
-            instead = "give it to the sampler, or types to inference"
-            raise ValueError(f"blocks have no edge_type: {instead}")
+            raise ValueError(
+                "blocks have no edge_type: give it to the sampler, or types to inference"
+            )
         R = self.num_types
         types = types.long()
         if bool(((types < 0) | (types >= R)).any()):
-            has = f"a block has types {int(types.min())} to {int(types.max())}"
-            raise IndexError(f"{has}, the layer knows 0 to {R - 1}, as num_types is {R}")
+            raise IndexError(
+                f"a block has types {int(types.min())} to {int(types.max())}, "
+                f"the layer knows 0 to {R - 1}, as num_types is {R}"
+            )
         group = (edge_dst(indptr, indices) * R + types) * K + kinds
         if bool((group[1:] < group[:-1]).any()):  # not sampled by type: sort each list by type
             group, place = group.sort(stable=True)
@@ -284,16 +290,16 @@ class RGATConv(RGCNConv, name="rgat"):
         ]
         return torch.cat(bags, 1).to(near.messages.dtype)
 
-    def mapped(self, means, matrices, S):
+    def mapped(self, means, matrices):
         """See `RGCNConv`; means [S, R, K, F] of heads, which have their columns of the matrices."""
         if self.heads == 1:
-            return super().mapped(means, matrices, S)
+            return super().mapped(means, matrices)
         R, width, _ = matrices.shape
-        means = means.view(S, R, self.heads, width)
+        means = means.view(-1, R, self.heads, width)
         matrices = matrices.unflatten(2, (self.heads, -1))
         outs = []
         for pair in zip(means.unbind(2), matrices.unbind(2)):
-            outs.append(super().mapped(*pair, S))
+            outs.append(super().mapped(*pair))
         return torch.stack(outs).mean(0) if self.mean else torch.cat(outs, 1)
 
 
@@ -310,26 +316,21 @@ def _offsets(counts, indices):
     return F.pad(counts.cumsum(0), (1, 0)).to(indices.dtype)
 
 
-class Groups(NamedTuple):
-    """Groups of rows, each of which is averaged, mapped linearly and added to a destination's row."""
+def _add_means(out, tables, maps, *, dst, kinds, counts, indices):
+    """Average groups of rows, map the means linearly and add them to rows of out [S, D], in place.
 
-    dst: Tensor  # [G] destination
-    kinds: Tensor  # [G] number of its map, counted over all tables
-    counts: Tensor  # [G] number of its rows
-    indices: Tensor  # rows of its table, group by group
-
-
-def _add_means(out, groups, tables, maps):
-    """Add the mapped means of `Groups` to rows of out [S, D], in place. tables: K tensors. maps: for each table, R pairs
-    of weight and bias."""
-    order = groups.kinds.argsort(stable=True)
-    starts = (groups.counts.cumsum(0) - groups.counts)[order]
-    dst = groups.dst[order]
-    counts = groups.counts[order]
-    indices = groups.indices
+    Args:
+        tables: K tensors. maps: for each table, R pairs of weight and bias.
+        dst, kinds, counts: [G] of each group its destination, the number of its map, counted over all tables, and of its
+            rows. indices: of these rows in their table, group by group.
+    """
+    order = kinds.argsort(stable=True)
+    starts = (counts.cumsum(0) - counts)[order]
+    dst = dst[order]
+    counts = counts[order]
     moved = (starts - counts.cumsum(0) + counts).repeat_interleave(counts, output_size=len(indices))
     indices = indices[moved + torch.arange(len(indices), device=indices.device)]
-    groups_of_map = torch.bincount(groups.kinds, minlength=len(tables) * len(maps[0]))
+    groups_of_map = torch.bincount(kinds, minlength=len(tables) * len(maps[0]))
     groups_of_map = groups_of_map.view(len(tables), -1)  # groups of each map
     groups_of_table = groups_of_map.sum(1).tolist()
     parts = zip(

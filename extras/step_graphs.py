@@ -51,15 +51,18 @@ GRAPH_RTOL = 0.02  # max relative difference between their inputs, and their los
 
 def in_one_kernel(args, task, used, *dtypes):
     """Return whether the graphs would draw and average the outermost hop in one kernel, see `averages_in_place`."""
-    fits = counted(args, task, used) and sampler_gpu.in_registers(args.fanout[-1])
-    return fits and averages_in_place(args, task.store, *dtypes)
+    return (
+        counted(args, task, used)
+        and sampler_gpu.in_registers(args.fanout[-1])
+        and averages_in_place(args, task.store, *dtypes)
+    )
 
 
 def unsupported_reasons(args, task, used):
     """Return the reasons against CUDA graphs that flags, task and data give. used: `Used` of run/placement.py."""
     layer = conv_of(args.model) or load(args.model)[0]
     fanout = ",".join(map(str, args.fanout))
-    table = [
+    table = [  # (whether there can be graphs, why not)
         (task.padded, f"the loss of --task {args.task} may count padding"),
         (getattr(layer, "padded", False), f"--model {args.model} does not state padded = True"),
         (args.norm != "batch", "--norm batch would count the padding"),
@@ -105,7 +108,9 @@ def unsupported(run):
         return "ranks average the embeddings of nodes"
     if any(isinstance(module, _BatchNorm) for module in run.model.modules()):
         return "batch norm would count the padding"
-    if not kernels.has_kernels(run.sampler.indices):  # last: the first call compiles them
+    ids = run.sampler.indices.dtype
+    # last: the first call compiles them
+    if not kernels.load(ids, torch.float32, torch.float32, run.ranks.device):
         return "the layers' kernels are not there"
     return None
 
@@ -193,12 +198,10 @@ def static_room(sampler, task, args, first_hop):
     order = examples[torch.randperm(examples.numel(), generator=generator)]
     size = min(args.batch_size, examples.numel())
     full = examples.numel() // size  # without a smaller last batch
-    batches = []
     sizes = []
     for step in range(MEASURED):
         step_seeds = order[step % full * size :][: args.total_batch]
         batch = Batch(seeds=step_seeds[:size], step_seeds=step_seeds, global_step=step)
-        batches.append(batch)
         nodes, options, y, _ = drawn(task, batch)
         blocks = sampler.sample(nodes, step, relabel_outer=not first_hop, **options)
         hops = [(block.num_src, block.num_edges) for block in blocks[::-1]]
@@ -217,9 +220,8 @@ def static_room(sampler, task, args, first_hop):
         # sources include the destinations, whose margin may be the larger one
         rows[hop + 1] = max(rows[hop], rounded(N, rows[hop + 1]))
         places[hop] = rounded(E, places[hop])
-    half = batches[0]._replace(seeds=batches[0].seeds[: -(-size // 2)])
-    capacity = Capacity(rows[: len(hops) + 1], places[: len(hops)], excludes, y)
-    return drawn(task, half), capacity
+    half = Batch(seeds=order[: -(-size // 2)], step_seeds=order[: args.total_batch])
+    return drawn(task, half), Capacity(rows[: len(hops) + 1], places[: len(hops)], excludes, y)
 
 
 @contextmanager
@@ -321,8 +323,7 @@ class Slot(StaticBatch):
         self.edges = None  # [E, D] features of the edges of all blocks, from the seeds outward
         edges = ()
         if ring.edge_features is not None:
-            width = ring.edge_features.shape[1]
-            self.edges = x.new_zeros(sum(places), width)
+            self.edges = x.new_zeros(sum(places), ring.edge_features.shape[1])
             edges = self.edges.split(places)[::-1]
         super().__init__(Batch(blocks, x, y, edges=edges), self.frame.step, ring.stream)
 
@@ -355,7 +356,6 @@ class Slot(StaticBatch):
         and types of edges, list edges."""
         ring = self.ring
         nodes = self.nodes
-        learned = len(ring.features) < ring.labels.shape[0]  # some types of nodes have no features
         # `Lists` from the seeds outward, None for a block for which no step has asked for any
         lists = [block.indices.lists for block in self.listable[::-1]]
         if lists != self.listed and any(lists):
@@ -365,14 +365,13 @@ class Slot(StaticBatch):
         if self.edge_type is not None:
             edges = self.frame.edges[len(self.seeds) :]
             torch.index_select(self.edge_type, 0, edges, out=self.types)
-        if learned:  # zeros for these
+        if len(ring.features) < ring.labels.shape[0]:  # zeros for types of nodes without features
             used = self.frame.num_dst[len(self.batch.blocks)]
             nodes.masked_fill_(torch.arange(len(nodes), device=nodes.device) >= used, -1)
             nodes = nodes.masked_fill(nodes >= len(ring.features), -1)
         if self.averages:
             outer = self.batch.blocks[0]
-            table = ring.features
-            ring.aggregate(outer.indptr, outer.indices, table, nodes, self.x, **ring.coded)
+            ring.aggregate(outer.indptr, outer.indices, ring.features, nodes, self.x, **ring.coded)
         elif not ring.first_hop:
             self._gather(ring.features, nodes, self.x)
         if self.edges is not None:
@@ -490,8 +489,7 @@ class StepGraphs:
 
     def _state(self):
         """Return the parameters, then the tensors of the optimizer's state."""
-        states = (self.optimizer.state.get(p, {}) for p in self.parameters)
-        moments = [t for state in states for t in state.values()]
+        moments = [t for p in self.parameters for t in self.optimizer.state.get(p, {}).values()]
         return [p.detach() for p in self.parameters] + moments
 
     def _restore(self, kept):

@@ -115,8 +115,7 @@ def use(flags, task, store):
         drawn = {"method": RULE.name}
         lines.append("neighbours are the latest; exact inference counts all that a node may see")
     seen = {"edge_times": store.edge_time, "strict": strict, "window": flags.window}
-    settled = {"temporal": "at"} if temporal == "auto" else {}
-    used = {"flags": settled, "lines": lines}
+    used = {"flags": {"temporal": "before" if strict else "at"}, "lines": lines}
     if task.are_links:  # exact inference is as of the end of time: it sees all edges
         return used | {"drawn": seen | drawn}
     return used | {"drawn": drawn, "seen": seen, "times": store.node_time}
@@ -240,7 +239,7 @@ def flags(kinds):
                 "edges seen: at: to a seed's time, before: earlier, off: all (default: at; links off)",
             ),
             window=kinds.fixed(
-                kinds.TIME,
+                kinds.parsed_by(kinds.positive(int, below=2**63), "N"),
                 None,
                 "seeds see only edges of the last N (dates: microseconds; default: all)",
                 needs=[edge_times],

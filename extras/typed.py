@@ -135,19 +135,14 @@ def flatten(given) -> dict:
 
 def _given_by_type(given) -> dict:
     """Return the arguments that are given by type, {name: {type: values}}; StoreError for those of one graph."""
-    columns = {
-        name: values
-        for name, values in given.columns.items()
-        if values is not None and not (name == EDGE_ORDER.name and isinstance(values, bool))
-    }
-    single = [EDGE_TYPE.name] * (EDGE_TYPE.name in columns)
-    single += [name for name in ONE_GRAPH if getattr(given, name) is not None]
-    if single:
-        raise StoreError(f"{single[0]} is not for a graph that is given by type")
-    names = ("features", "labels", "targets", "node_names", "feature_names")
-    by_type = {name: getattr(given, name) for name in names} | columns
-    by_type = {name: values for name, values in by_type.items() if values is not None}
+    names = ("features", "labels", "targets", "node_names", "feature_names", *ONE_GRAPH)
+    values = {name: getattr(given, name) for name in names} | given.columns
+    if isinstance(values.get(EDGE_ORDER.name), bool):  # asks for the order as given
+        del values[EDGE_ORDER.name]
+    by_type = {name: values for name, values in values.items() if values is not None}
     for name, values in by_type.items():
+        if name in (*ONE_GRAPH, EDGE_TYPE.name):
+            raise StoreError(f"{name} is not for a graph that is given by type")
         if not isinstance(values, dict):
             raise StoreError(f"{name}: {{type: values}} is needed, as edge_index is given by type")
     return by_type

@@ -23,7 +23,7 @@ def start(run):
     state = read_checkpoint(plan.init)
     graph = state["graph"]
     for name in ("feature_names", "edge_types"):
-        here = {**names_of(run.store), "feature_names": run.store.feature_names}[name]
+        here = names_of(run.store)[name]
         if here and graph[name] and here != graph[name]:
             problem = f"--init {plan.init}: {name} are {listed(graph[name])}"
             raise StoreError(f"{problem}; {run.store.path} has {listed(here)}")

@@ -7,6 +7,7 @@ import torch
 
 from .kernels import (
     Dropout,
+    Fused,
     InEdges,
     Lists,
     aligned,
@@ -14,8 +15,6 @@ from .kernels import (
     destinations,
     from_values,
     learned,
-    once_differentiable,
-    restored,
     save,
     sizes,
 )
@@ -50,26 +49,30 @@ def attend(
     code = block_kernels(near, source, target, nodes=dropout.nodes)
     S = len(target)
     numbers = indices.numel() + S
-    fits = code and numbers * len(attn) < 1 << 32
-    fits = fits and source.shape[1] == target.shape[1] == attn.numel()
-    fits = fits and near.S == S and (dropout.nodes is None or dropout.nodes.numel() == S)
-    if not fits or source.dtype != target.dtype or attn.dtype != torch.float32:
-        return None
-    if self_rows is not None and learned(source, target, attn, by):
-        return None
     if edges is None:
         edges = attn.new_empty(0, 0)
         by = attn.new_empty(0, attn.numel())
-    if not _fits(edges, by, numbers if len(by) else 0, target, attn):
+    fits = (
+        code
+        and numbers * len(attn) < 1 << 32
+        and source.shape[1] == target.shape[1] == attn.numel()
+        and near.S == S
+        and (dropout.nodes is None or dropout.nodes.numel() == S)
+        and source.dtype == target.dtype
+        and attn.dtype == torch.float32
+        and (self_rows is None or not learned(source, target, attn, by))
+        and _fits(edges, by, numbers if len(by) else 0, target, attn)
+    )
+    if not fits:
         return None
-    given = near, edges.contiguous(), dropout, code
-    return _Attend.apply(source, target, attn.contiguous(), by.contiguous(), given)
+    return _Attend.apply(
+        source, target, attn.contiguous(), by.contiguous(), edges.contiguous(), near, dropout, code
+    )
 
 
-class _Attend(torch.autograd.Function):
+class _Attend(Fused):
     @staticmethod
-    def forward(ctx, source, target, attn, by, given):
-        near, edges, dropout, code = given
+    def forward(ctx, source, target, attn, by, edges, near, dropout, code):
         S = len(target)
         K, D = attn.shape
         E = near.indices.numel()
@@ -79,11 +82,26 @@ class _Attend(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             words = code.columns * -(-D // (32 * code.columns))
             slopes = dst.new_empty(E + S, K, words)
-        tensors = {"source": source, "target": target, "attn": attn, "by": by, "edges": edges}
-        tensors |= {"dst": dst, "weights": weights, "slopes": slopes}
-        tensors["dropped"] = torch.empty_like(weights) if dropout.drop else weights
-        numbers = {"S": S, "E": E, "K": K, "D": D, "width": D, "wide": len(by)}
-        numbers["whole"] = aligned(D, source, target, attn, by)
+        tensors = {
+            "source": source,
+            "target": target,
+            "attn": attn,
+            "by": by,
+            "edges": edges,
+            "dst": dst,
+            "weights": weights,
+            "dropped": torch.empty_like(weights) if dropout.drop else weights,
+            "slopes": slopes,
+        }
+        numbers = {
+            "S": S,
+            "E": E,
+            "K": K,
+            "D": D,
+            "width": D,
+            "wide": len(by),
+            "whole": aligned(D, source, target, attn, by),
+        }
         out = torch.empty_like(target)
         values = near._asdict() | tensors | numbers
         code.run("attention_scores", (E + S) * K, values)
@@ -93,9 +111,7 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, K D]
-        code, values = restored(ctx)
+    def gradients(code, values, grad):  # [S, K D]
         source, target, attn, by = (values[name] for name in ("source", "target", "attn", "by"))
         near = from_values(InEdges, values)
         places, K = values["weights"].shape
@@ -110,26 +126,41 @@ class _Attend(torch.autograd.Function):
         source_runs = code.runs(source)
         # first the part of target, then that of source
         to_attn = attn.new_empty(target_runs["runs"] + source_runs["runs"], attn.numel())
-        out = {"to_target": to_target, "to_attn": to_attn}
-        code.run("attention_target_grad", target_runs["runs"] * K, values, target_runs, out)
-        out = {"out": to_source, "to_attn": to_attn[target_runs["runs"] :], "N": len(source)}
-        lists = Lists.of(code, near, len(source), values["dst"])
-        columns = 2 * attn.numel()
-        given = values | source_runs | out
-        lists.run("attention_source_grad", near, heads=K, columns=columns, **given)
+        code.run(
+            "attention_target_grad",
+            target_runs["runs"] * K,
+            values,
+            target_runs,
+            to_target=to_target,
+            to_attn=to_attn,
+        )
+        Lists.of(code, near, len(source), values["dst"]).run(
+            "attention_source_grad",
+            near,
+            heads=K,
+            columns=2 * attn.numel(),
+            **values | source_runs,
+            N=len(source),
+            to_attn=to_attn[target_runs["runs"] :],
+            out=to_source,
+        )
         to_attn = to_attn.sum(0)
         if len(by):
             to_by = code.edge_matrix_grad(values, numbers=places, source=None, rows=None)
             to_attn = to_attn + (to_by * by).sum(0)
             to_by = to_by * attn.flatten()
-        return to_source, to_target, to_attn.view_as(attn), to_by, None
+        return to_source, to_target, to_attn.view_as(attn), to_by, None, None, None, None
 
 
 def _fits(edges, by, count, *rows):
     """Return whether kernels take these edge features and the matrix behind them; if not, torch says what is wrong."""
-    fits = edges.shape == (count, len(by)) and by.shape[1] == rows[0].shape[1]
-    fits = fits and all(t.device == edges.device == by.device for t in rows)
-    return fits and edges.dtype == by.dtype == torch.float32 and not learned(edges)
+    return (
+        edges.shape == (count, len(by))
+        and by.shape[1] == rows[0].shape[1]
+        and all(t.device == edges.device == by.device for t in rows)
+        and edges.dtype == by.dtype == torch.float32
+        and not learned(edges)
+    )
 
 
 def edge_sums(indptr, indices, h, edges, by):
@@ -142,26 +173,23 @@ def edge_sums(indptr, indices, h, edges, by):
         [S, F].
     """
     near = InEdges(indptr, indices)
-    code = block_kernels(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, own=False)
     if code is None or not _fits(edges, by, indices.numel(), h):
         return None
     return _EdgeSums.apply(h, by.contiguous(), edges.contiguous(), near, code)
 
 
-class _EdgeSums(torch.autograd.Function):
+class _EdgeSums(Fused):
     @staticmethod
     def forward(ctx, h, by, edges, near, code):
         out = h.new_empty(near.S, h.shape[1])
         rows = {"h": h, "by": by, "edges": edges}
-        values = {**sizes(h, by), "wide": len(by), "S": near.S, "out": out}
-        code.run("edge_sums", near.S, near, rows, values)
+        code.run("edge_sums", near.S, near, rows, sizes(h, by), wide=len(by), S=near.S, out=out)
         save(ctx, code, near, rows, wide=len(by))
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, F]
-        code, values = restored(ctx)
+    def gradients(code, values, grad):  # [S, F]
         near = from_values(InEdges, values)
         h = values["h"]
         N = len(h)
@@ -169,8 +197,8 @@ class _EdgeSums(torch.autograd.Function):
         out = torch.empty_like(h)
         dst = destinations(code, near)
         values |= {**sizes(h, values["by"], grad), "grad": grad, "K": 1, "E": E, "dst": dst}
-        other = {"numbers": E, "slopes": None, "to_scores": None}
-        to_by = code.edge_matrix_grad(values, source=h, rows=grad, **other)
-        lists = Lists.of(code, near, N, dst)
-        code.run("edge_sums_grad", N, values, lists.by_source, edge=lists.edge, N=N, out=out)
+        to_by = code.edge_matrix_grad(
+            values, source=h, rows=grad, numbers=E, slopes=None, to_scores=None
+        )
+        code.run("edge_sums_grad", N, values, Lists.of(code, near, N, dst).arrays, N=N, out=out)
         return out, to_by, None, None, None

@@ -61,11 +61,9 @@ def read_source(file, rule="positions", **defines):
     """Return the text of a source file of this folder: `defines` as macros, then the file with its includes inlined, "@rule"
     as rules/RULE.h."""
     macros = "".join(f"#define {name} {value}\n" for name, value in defines.items())
-    text = (
-        Path(__file__).parent.joinpath(file.replace("@rule", f"rules/{rule}.h")).read_text("utf-8")
-    )
+    path = Path(__file__).parent / file.replace("@rule", f"rules/{rule}.h")
     included = re.compile('^#include "(.*)"$', re.MULTILINE)
-    return macros + included.sub(lambda match: read_source(match[1], rule), text)
+    return macros + included.sub(lambda m: read_source(m[1], rule), path.read_text("utf-8"))
 
 
 def signatures(source, result="KERNEL"):
@@ -201,8 +199,7 @@ def load_c(name, source, flags):
 
     def make(path):
         path.with_suffix(".c").write_text(source, "utf-8")
-        arguments = *flags, path.with_suffix(".c"), "-o", path, "-lm"
-        subprocess.run([*compiler, *arguments], **options)
+        subprocess.run([*compiler, *flags, path.with_suffix(".c"), "-o", path, "-lm"], **options)
 
     try:
         compiler = [compiler] if shutil.which(compiler) else shlex.split(compiler)
@@ -220,8 +217,12 @@ def load_c(name, source, flags):
                 setattr(library, symbol, functools.partial(_call, function))
     # AttributeError: a library lacks a function, as from a C++ compiler
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:
-        text = f"the C code of {name} could not be compiled, so slower torch operations are used"
-        _warn_once(name, f"{text}: apt install gcc, or name a compiler in the variable CC", error)
+        _warn_once(
+            name,
+            f"the C code of {name} could not be compiled, so slower torch operations are used: "
+            "apt install gcc, or name a compiler in the variable CC",
+            error,
+        )
         return None
     return library
 
@@ -231,8 +232,11 @@ def load_host(name, source, flags):
     runtime, which a compiler's own would compete with (on one if torch has none); those of a row one after another, if the
     kernel has a `width`. As `load_c`."""
     numbered = re.sub(r"^(KERNEL \w+\()", r"\1i64 row_, int part_, ", source, flags=re.MULTILINE)
-    text = ["#define HOST", numbered]
-    text.append("void (*parallel)(void (*)(void *), void *, unsigned, unsigned);")
+    text = [
+        "#define HOST",
+        numbered,
+        "void (*parallel)(void (*)(void *), void *, unsigned, unsigned);",
+    ]
     kernels = signatures(source)
     for kernel, arguments in kernels.items():
         declared = [f"{c_type} {name}" for name, c_type in arguments.items()]
@@ -258,13 +262,12 @@ void run_{kernel}(int team_, i64 threads_, {", ".join(declared)}) {{
         gomp = getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", None)  # LLVM's has it too
         parallel = ctypes.c_void_p.in_dll(library, "parallel")
         parallel.value = ctypes.cast(gomp, ctypes.c_void_p).value
-        team = torch.get_num_threads  # which OpenMP does not know on a new thread
-
         # those of ctypes, without `_call`
         functions = {kernel: getattr(library, f"run_{kernel}").args[0] for kernel in kernels}
 
         def run(kernel, threads, values):
-            functions[kernel](team(), threads, *_in_order(kernels[kernel], values))
+            team = torch.get_num_threads()  # which OpenMP does not know on a new thread
+            functions[kernel](team, threads, *_in_order(kernels[kernel], values))
 
         library.run = run
         library.signatures = kernels
@@ -282,8 +285,11 @@ def load_cuda(name, source, device):
         with _lock:  # a second thread finds the compiled file in the cache
             return Kernels(name, source, device)
     except (OSError, RuntimeError, AttributeError) as error:  # a library lacks a function
-        text = f"the CUDA kernels of {name} cannot be used, so slower torch operations are"
-        _warn_once(name, text, error)
+        _warn_once(
+            name,
+            f"the CUDA kernels of {name} cannot be used, so slower torch operations are",
+            error,
+        )
 
 
 class Kernels:
@@ -307,9 +313,10 @@ class Kernels:
             code = self._driver.cuModuleLoadData(ctypes.byref(module), image)
             check_driver(code, f"cuModuleLoadData on {device}")
             for kernel in self.signatures:
-                self._functions[kernel] = ctypes.c_void_p()
-                pointer = ctypes.byref(self._functions[kernel])
-                code = self._driver.cuModuleGetFunction(pointer, module, kernel.encode())
+                function = self._functions[kernel] = ctypes.c_void_p()
+                code = self._driver.cuModuleGetFunction(
+                    ctypes.byref(function), module, kernel.encode()
+                )
                 check_driver(code, f"{kernel} on {device}")
 
     def bind(self):
@@ -379,13 +386,15 @@ class Launch:
         if threads <= 0:
             return
         grid = (-(-threads // BLOCK), 1, 1, BLOCK, 1, 1)
-        code = self._go(self._function, *grid, 0, stream, self._pointers, None)
+        arguments = self._function, *grid, 0, stream, self._pointers, None
+        code = self._go(*arguments)
         if code == INVALID_CONTEXT:  # this host thread has not called the CUDA runtime yet
             self._kernels.bind()
-            code = self._go(self._function, *grid, 0, stream, self._pointers, None)
+            code = self._go(*arguments)
         if code:
-            where = f"of {threads} threads on {self._kernels.device}"
-            check_driver(code, f"kernel {self._name} {where}")
+            check_driver(
+                code, f"kernel {self._name} of {threads} threads on {self._kernels.device}"
+            )
 
 
 # what torch.compile uses: twenty times as fast as torch.cuda.current_stream; None if torch has no CUDA

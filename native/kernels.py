@@ -90,29 +90,31 @@ def functions(integers, source, target, width=0, *, steps=None):
         integers: tensors of ids, of one dtype; None entries are ignored. source, target: input and output rows.
         width: see `program`. steps: float32 [2, F] of source rows that are codes, see `decode` of vectors.h.
     """
-    if followed():
-        return None
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
-    sources = TYPES if steps is None else CODES
-    if ids not in IDS or source.dtype not in sources or target.dtype not in TYPES:
-        return None
-    rows = [t for t in (source, target, steps) if t is not None]
-    for t in (*integers, *rows):
-        if t.device != source.device or not t.is_contiguous() or t.numel() and not t.data_ptr():
-            return None  # the last: meta tensors have no memory
-    # kernels count threads in 32 bits, elements of a block and columns in 31
-    fit = all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
-    fit = fit and source.dim() == target.dim() == 2 and source.shape[1] < 1 << 31
-    if not fit or target.numel() >= 1 << 32:
-        return None
-    return load(ids, source.dtype, target.dtype, source.device, width)
+    tensors = [*integers, *(t for t in (source, target, steps) if t is not None)]
+    fits = (
+        not followed()
+        and ids in IDS
+        and source.dtype in (TYPES if steps is None else CODES)
+        and target.dtype in TYPES
+        and all(t.device == source.device and t.is_contiguous() for t in tensors)
+        and all(t.data_ptr() or not t.numel() for t in tensors)  # meta tensors have no memory
+        # kernels count threads in 32 bits, elements of a block and columns in 31
+        and all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
+        and source.dim() == target.dim() == 2
+        and source.shape[1] < 1 << 31
+        and target.numel() < 1 << 32
+    )
+    return load(ids, source.dtype, target.dtype, source.device, width) if fits else None
 
 
-def block_kernels(near, source, target, *, own=True, nodes=None, steps=None):
-    """Return `functions` for a block; None if it does not fit the source rows. own: destinations have a row there."""
-    code = functions([*near, nodes], source, target, steps=steps)
+def block_kernels(near, source, target=None, *, own=True, nodes=None, steps=None):
+    """Return `functions` for a block; None if it does not fit the source rows. target: None: a row of the source for each
+    destination. own: destinations have a row there."""
     S = near.S
+    target = source[:S] if target is None else target
+    code = functions([*near, nodes], source, target, steps=steps)
     rows = len(source[:S]) if near.self_rows is None else near.self_rows.numel()
     fits = code and (rows == S or not own) and code.takes(near, len(source))
     return code if fits else None
@@ -122,22 +124,27 @@ def learned(*tensors):
     """Return whether a tensor needs a gradient or has a forward-mode tangent, for functions that support neither."""
     on = torch.is_grad_enabled()
     tangent = torch.autograd.forward_ad.unpack_dual
-    of = (t for t in tensors if t is not None)
-    return any(on and t.requires_grad or tangent(t).tangent is not None for t in of)
+    return any(
+        on and t.requires_grad or tangent(t).tangent is not None for t in tensors if t is not None
+    )
 
 
-def once_differentiable(backward):
-    """Decorate a backward pass of kernels, which read a contiguous gradient, to refuse create_graph=True: with torch's
-    decorator of this name, torch.autograd.grad leaves the terms of second derivatives that pass through it out, in silence."""
+class Fused(torch.autograd.Function):
+    """Base of functions of kernels. `forward` keeps values by `save`; `gradients(code, values, grad)` gets them and the
+    contiguous gradient, and returns what a backward pass has to. create_graph=True is refused: with once_differentiable of torch,
+    torch.autograd.grad leaves the terms of second derivatives that pass through it out, in silence."""
 
-    @functools.wraps(backward)
-    def once(ctx, grad):
+    @classmethod
+    def backward(cls, ctx, grad):
         if torch.is_grad_enabled():
-            instead = "with model.fused = None, torch operations, gat and gine have them"
-            raise RuntimeError(f"create_graph=True: kernels have no second derivatives; {instead}")
-        return backward(ctx, grad.contiguous())
-
-    return once
+            raise RuntimeError(
+                "create_graph=True: kernels have no second derivatives; "
+                "with model.fused = None, torch operations, gat and gine have them"
+            )
+        code, numbers = ctx.kept
+        # once: with recomputed activations torch refuses a second time
+        values = dict(zip(ctx.names, ctx.saved_tensors)) | numbers
+        return cls.gradients(code, values, grad.contiguous())
 
 
 @functools.cache
@@ -157,8 +164,7 @@ def compile_for(device, name, text):
 @functools.cache
 def load_links(ids, device):
     """Compile links.cu for node ids of this dtype, as `compile_for`."""
-    text = build.read_source("links.cu", ID=IDS[ids])
-    return compile_for(device, "links", text)
+    return compile_for(device, "links", build.read_source("links.cu", ID=IDS[ids]))
 
 
 def program(ids, source, target, width=0):
@@ -174,10 +180,12 @@ def is_gpu(device):
     return device.type == "cuda"
 
 
-def has_kernels(indices):
-    """Return whether there are CUDA kernels for blocks of this integer dtype on this GPU."""
-    row = torch.float32
-    return bool(indices.is_cuda and load(indices.dtype, row, row, indices.device))
+def merged(records):
+    """Return the arguments of kernels in NamedTuples or dicts, later ones count -> dict."""
+    arguments = {}
+    for record in records:
+        arguments |= record if isinstance(record, dict) else record._asdict()
+    return arguments
 
 
 class Code:
@@ -191,18 +199,16 @@ class Code:
     def run(self, kernel, count, /, *records, **values):
         """Run a kernel on `count` rows, whose columns several threads share if it takes a `width`, or else in so many threads.
         It takes the arguments that its signature names. records: NamedTuples or dicts of arguments, later ones count."""
-        arguments = {}
-        for record in (*records, values):
-            arguments |= record if isinstance(record, dict) else record._asdict()
+        arguments = merged((*records, values))
         if "width" in self.compiled.signatures[kernel]:
             count *= self.threads(arguments["width"], kernel)
+        if not self.on_cpu and count >> 32:  # which kernels count in 32 bits
+            raise RuntimeError(f"{kernel} would need {count:,} threads, and has 2^32 at most")
         self.compiled.run(kernel, count, arguments)
 
     def takes(self, near, N):
         """Return whether offsets and indices of a block fit N sources; a GPU is not waited for."""
-        if not self.on_cpu:
-            return True
-        return self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
+        return not self.on_cpu or self.compiled.fits_block(*near, near.S, near.indices.numel(), N)
 
     def threads(self, width, kernel):
         """Return the number of a kernel's threads per row."""
@@ -223,9 +229,19 @@ class Code:
     def self_and_mean(self, near, h, out, *, scales=UNSCALED, active=None, kept=None, steps=None):
         """Compute out [S, 2F], or out [S, F] with scales, from h [N, F] or, on a GPU, from dropout(relu(h)): `active` is its
         `Dropout`. kept: see `Code.kept`. steps: see `functions`."""
-        records = near, scales, sizes(h, out), active or {}
-        kernel = "self_and_mean" if active else "plain_self_and_mean"
-        self.run(kernel, len(out), *records, S=len(out), h=h, out=out, kept=kept, steps=steps)
+        self.run(
+            "self_and_mean" if active else "plain_self_and_mean",
+            len(out),
+            near,
+            scales,
+            sizes(h, out),
+            active or {},
+            S=len(out),
+            h=h,
+            out=out,
+            kept=kept,
+            steps=steps,
+        )
 
     def self_and_mean_grad(
         self, near, grad, num_src, *, scales=UNSCALED, own=True, kept=None, scale=1.0
@@ -242,9 +258,21 @@ class Code:
         sums = None
         if runs["run"] > 1:
             sums = grad.new_empty(runs["runs"], width, dtype=torch.float32)
-        values = {"S": S if own else 0, "N": num_src, "width": width, "whole": aligned(width, grad)}
-        values |= {**scales._asdict(), "grad": grad, "kept": kept, "scale": scale}
-        lists.run("self_and_mean_grad", near, **values, **runs, sums=sums, out=out)
+        lists.run(
+            "self_and_mean_grad",
+            near,
+            **scales._asdict(),
+            **runs,
+            S=S if own else 0,
+            N=num_src,
+            width=width,
+            whole=aligned(width, grad),
+            grad=grad,
+            kept=kept,
+            scale=scale,
+            sums=sums,
+            out=out,
+        )
         return out, out if sums is None else sums
 
     def relu_dropout(self, h, active, out=None, *, kept=None, relu=1):
@@ -258,8 +286,7 @@ class Code:
         runs = 1024
         by = values["by"]
         to_by = by.new_empty(runs, *by.shape)
-        given = {"runs": runs, "to_by": to_by, **more}
-        self.run("edge_matrix_grad", runs * values["K"], values, given)
+        self.run("edge_matrix_grad", runs * values["K"], values, more, runs=runs, to_by=to_by)
         return to_by.sum(0)
 
 
@@ -270,21 +297,12 @@ def sizes(rows, *others):
 
 
 def save(ctx, code, *records, **numbers):
-    """Keep arguments of kernels for the backward pass. records: NamedTuples or dicts of tensors, which torch saves: it refuses
+    """Keep arguments of kernels for `Fused.gradients`. records: NamedTuples or dicts of tensors, which torch saves: it refuses
     a backward pass after a change of them."""
-    tensors = {}
-    for record in records:
-        tensors |= record if isinstance(record, dict) else record._asdict()
+    tensors = merged(records)
     ctx.names = [*tensors]
     ctx.kept = code, numbers
     ctx.save_for_backward(*tensors.values())
-
-
-def restored(ctx):
-    """Return what `save` has kept -> (`Code`, values), once in a backward pass: with recomputed activations torch refuses
-    a second time."""
-    code, numbers = ctx.kept
-    return code, dict(zip(ctx.names, ctx.saved_tensors)) | numbers
 
 
 def from_values(kind, values):
@@ -301,7 +319,7 @@ def destinations(code, near):
     """Compute the destination of each edge -> int32 [E]; a static block's are at hand once it has `Lists`."""
     indices = near.indices
     if is_static(near) and indices.lists:
-        return indices.lists.dst
+        return indices.lists.arrays["dst"]
     out = torch.empty(indices.numel(), dtype=torch.int32, device=indices.device)
     code.run("destinations", near.S, near, S=near.S, dst=out)
     return out
@@ -316,9 +334,9 @@ class Lists:
 
     Attributes:
         weighted: whether there is a beta.
-        by_source: int32 start [N + 1], size [N], and destination [E] of each edge.
-        edge, share: int32 [E] and float32 [E] (beta [S] or 1, over the destination's edges).
-        dst: int32 [E] the destination of each edge of the block.
+        arrays: arguments of kernels. By source: start [N + 1], end [1], size [N], and of each edge destination, edge and
+            share [E] (beta [S] or 1, over the destination's edges). list [E]: edges of each source in any order. dst [E]: the
+            destination of each edge of the block. All are int32 but for the share, float32.
     """
 
     @classmethod
@@ -343,13 +361,14 @@ class Lists:
         sizes = torch.zeros(num_src + 1, dtype=torch.int32, device=indices.device)
         start = torch.empty_like(sizes)
         slot, *arrays = sizes.new_empty(5, E)
-        self.use(destinations(code, near) if dst is None else dst, sizes, start, arrays)
+        dst = destinations(code, near) if dst is None else dst
+        self.use(dst, sizes, start, arrays)
         if code.on_cpu:
-            block = indptr, indices, self.dst, E, num_src
-            lists = start, sizes[1:], beta, arrays[1], self.edge, self.share
-            code.compiled.list_by_source(*block, *lists)
+            code.compiled.list_by_source(
+                indptr, indices, dst, E, num_src, start, sizes[1:], beta, *arrays[1:]
+            )
             return
-        values = {"S": near.S, "slot": slot, "list": self.unordered, **self.by_source}
+        values = {"S": near.S, "slot": slot, **self.arrays}
         code.run("list_sizes", E, near, values)
         torch.cumsum(sizes, 0, dtype=torch.int32, out=start)
         code.run("list_edges", E, near, values)
@@ -358,30 +377,44 @@ class Lists:
     def use(self, dst, sizes, start, arrays):
         """Take the memory in which a sampler counts the block's edges and lists them: int32 arrays [4, E] of edges in any
         order, then destinations, edges and shares in order."""
-        self.dst = dst
-        self.unordered, destination, self.edge, share = arrays
-        self.share = share.view(torch.float32)
-        self.by_source = {"start": start, "size": sizes[1:], "destination": destination}
+        unordered, destination, edge, share = arrays
+        self.arrays = {
+            "dst": dst,
+            "list": unordered,
+            "start": start,
+            "end": start[-1:],
+            "size": sizes[1:],
+            "destination": destination,
+            "edge": edge,
+            "share": share.view(torch.float32),
+        }
 
     def run(self, kernel, near, *, heads=1, columns=0, **values):
         """Run a kernel that sums over the lists, on a GPU first on tiles of them: see layers.cu. columns: of a tile's sums, if
         they are not `width`."""
-        values |= {**near._asdict(), "edge": self.edge, "share": self.share, **self.by_source}
-        values |= {"end": self.by_source["start"][-1:], "tile_sums": None, "tiles": None}
+        values |= {**near._asdict(), **self.arrays, "tile_sums": None, "tiles": None}
         if not self.code.on_cpu:
             tiles = near.indices.numel() // TILE + 1
-            sums = self.share.new_empty(tiles, columns or values["width"])
-            rows = {"S": 0, "N": tiles, "runs": tiles, "run": 1, "kept": None, "sums": None}
-            self.code.run(kernel, tiles * heads, values, rows, tiles=sums)
+            sums = values["share"].new_empty(tiles, columns or values["width"])
+            self.code.run(
+                kernel,
+                tiles * heads,
+                values,
+                S=0,
+                N=tiles,
+                runs=tiles,
+                run=1,
+                kept=None,
+                sums=None,
+                tiles=sums,
+            )
             values["tile_sums"] = sums
         self.code.run(kernel, values.get("runs", values["N"]) * heads, values)
 
     def put_in_order(self, near, beta=None):
         """Order each source's edges, and compute their shares."""
         E = near.indices.numel()
-        values = {"dst": self.dst, "E": E, "end": self.by_source["start"][-1:], "beta": beta}
-        values |= {"list": self.unordered, "edge": self.edge, "share": self.share}
-        self.code.run("list_in_order", E, near, self.by_source, values)
+        self.code.run("list_in_order", E, near, self.arrays, E=E, beta=beta)
 
 
 def static(block):

@@ -15,7 +15,6 @@ model.py's `layer_seed`.
 
 import os
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -23,8 +22,8 @@ from torch.nn import functional as F
 from .kernels import (
     IDS,
     UNSCALED,
-    Code,
     Dropout,
+    Fused,
     InEdges,
     Lists,
     Scales,
@@ -36,8 +35,6 @@ from .kernels import (
     is_gpu,
     learned,
     load,
-    once_differentiable,
-    restored,
     save,
     sizes,
 )
@@ -76,31 +73,32 @@ def self_and_mean(indptr, indices, h, self_rows=None, out=None, *, scale=None):
 def own_plus_mean(indptr, indices, h, alpha, beta, *, self_rows=None, gamma=None):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices, self_rows)
-    code = block_kernels(near, h, h[: near.S])
+    code = block_kernels(near, h)
     scales = Scales(*(t if t is None else t.contiguous() for t in (alpha, beta, gamma)))
-    wanted = torch.float32, h.device
-    floats = all(t is None or (t.dtype, t.device) == wanted for t in scales)
-    floats = floats and alpha.shape == beta.shape == (near.S,)
-    if code is None or not floats or learned(beta, gamma):
-        return None
-    if gamma is not None and gamma.numel() < len(h) or self_rows is not None and learned(h, alpha):
-        return None
-    return _SelfAndMean.apply(h, scales.alpha, near, scales, code)
+    fits = (
+        all(t is None or (t.dtype, t.device) == (torch.float32, h.device) for t in scales)
+        and alpha.shape == beta.shape == (near.S,)
+        and (gamma is None or gamma.numel() >= len(h))
+        and not learned(beta, gamma)
+        and (self_rows is None or not learned(h, alpha))
+    )
+    return _SelfAndMean.apply(h, scales.alpha, near, scales, code) if code and fits else None
 
 
 def mean_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices)
-    code = block_kernels(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, own=False)
     if code is None:
         return None
     near = near._replace(self_rows=indptr.new_full((near.S,), -1))
-    zeros = h.new_zeros(near.S, dtype=torch.float32)
-    ones = h.new_ones(near.S, dtype=torch.float32)
-    return _SelfAndMean.apply(h, None, near, Scales(zeros, ones), code)
+    scales = Scales(
+        alpha=h.new_zeros(near.S, dtype=torch.float32), beta=h.new_ones(near.S, dtype=torch.float32)
+    )
+    return _SelfAndMean.apply(h, None, near, scales, code)
 
 
-class _SelfAndMean(torch.autograd.Function):
+class _SelfAndMean(Fused):
     """The gradient is that of own rows which are the first S, or of destinations without a row of their own."""
 
     @staticmethod
@@ -109,19 +107,22 @@ class _SelfAndMean(torch.autograd.Function):
         out = h.new_empty(near.S, 2 * width if scales.alpha is None else width)
         code.self_and_mean(near, h, out, scales=scales)
         own = h[: near.S] if ctx.needs_input_grad[1] else None
-        save(ctx, code, near, scales, {"h_dst": own}, num_src=len(h))
+        learned_h = ctx.needs_input_grad[0]
+        save(ctx, code, near, scales, {"h_dst": own}, num_src=len(h), learned_h=learned_h)
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, 2F] or [S, F] -> [N, F], [S]
-        code, values = restored(ctx)
+    def gradients(code, values, grad):  # [S, 2F] or [S, F] -> [N, F], [S]
         near = from_values(InEdges, values)
-        to_alpha = None
-        to_h = None
-        if ctx.needs_input_grad[0]:
-            options = {"scales": from_values(Scales, values), "own": near.self_rows is None}
-            to_h, _ = code.self_and_mean_grad(near, grad, values["num_src"], **options)
+        to_alpha = to_h = None
+        if values["learned_h"]:
+            to_h, _ = code.self_and_mean_grad(
+                near,
+                grad,
+                values["num_src"],
+                scales=from_values(Scales, values),
+                own=near.self_rows is None,
+            )
         if values["h_dst"] is not None:
             to_alpha = (grad * values["h_dst"]).float().sum(1)
         return to_h, to_alpha, None, None, None
@@ -137,9 +138,13 @@ def gather_rows(features, ids, out=None, *, scale=None):
     n = ids.numel()
     out = features.new_empty(n, width) if out is None else out
     like = out.dtype, out.device, ids.device, out.shape
-    fits = like == (features.dtype, features.device, features.device, (n, width))
-    fits = fits and ids.dtype in IDS and not features.is_meta
-    if not fits or not all(t.is_contiguous() for t in (features, ids, out)):
+    fits = (
+        like == (features.dtype, features.device, features.device, (n, width))
+        and ids.dtype in IDS
+        and not features.is_meta
+        and all(t.is_contiguous() for t in (features, ids, out))
+    )
+    if not fits:
         return None
     row = width * features.itemsize
     starts = features.data_ptr() | out.data_ptr()
@@ -173,8 +178,9 @@ def _check_rows(ids, features, bad):
     """Raise IndexError if ids are bad."""
     if bad:
         low, high = ids.aminmax()
-        rows = len(features)
-        raise IndexError(f"ids {low} .. {high} are not all rows of features with {rows} rows")
+        raise IndexError(
+            f"ids {low} .. {high} are not all rows of features with {len(features)} rows"
+        )
 
 
 def _gather_codes(codes, ids, out, scale):
@@ -184,8 +190,17 @@ def _gather_codes(codes, ids, out, scale):
         return None
     if code.on_cpu:
         _check_rows(ids, codes, ((ids < 0) | (ids >= len(codes))).any())
-    values = {"table": codes, "ids": ids, "steps": scale, "V": len(codes), "out": out}
-    code.run("gather_codes", len(out), values, sizes(out, codes, scale), n=len(out))
+    code.run(
+        "gather_codes",
+        len(out),
+        sizes(out, codes, scale),
+        table=codes,
+        ids=ids,
+        n=len(out),
+        steps=scale,
+        V=len(codes),
+        out=out,
+    )
     return out
 
 
@@ -195,7 +210,7 @@ def relu_dropout(h, nodes, seed, drop):
     return code and _ReluDropout.apply(h, Dropout.of(nodes, seed, drop), code)
 
 
-class _ReluDropout(torch.autograd.Function):
+class _ReluDropout(Fused):
     @staticmethod
     def forward(ctx, h, active, code):
         kept = code.kept(h, "relu_dropout") if ctx.needs_input_grad[0] else None
@@ -205,9 +220,7 @@ class _ReluDropout(torch.autograd.Function):
         return h
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        code, values = restored(ctx)
+    def gradients(code, values, grad):
         out = torch.empty_like(grad)
         code.run("relu_dropout_grad", len(grad), values, sizes(grad), grad=grad, out=out)
         return out, None, None
@@ -220,23 +233,32 @@ def norm_relu_dropout(h, norm, nodes, seed, drop, *, residual):
     weights = norm.weight, norm.bias
     kind = (width,), torch.float32, h.device
     fits = (
-        is_gpu(h.device) and 0 < width <= WIDEST and S < 1 << 27
-    )  # threads are counted in 32 bits
-    fits = fits and all(w is not None and (w.shape, w.dtype, w.device) == kind for w in weights)
-    fits = fits and all(t is None or t.shape == h.shape[: t.dim()] for t in (residual, nodes))
-    if not fits or residual is not None and residual.dtype != h.dtype:
+        is_gpu(h.device)
+        and 0 < width <= WIDEST
+        and S < 1 << 27  # threads are counted in 32 bits
+        and all(w is not None and (w.shape, w.dtype, w.device) == kind for w in weights)
+        and all(t is None or t.shape == h.shape[: t.dim()] for t in (residual, nodes))
+        and (residual is None or residual.dtype == h.dtype)
+    )
+    if not fits:
         return None
     code = functions([nodes], h, h if residual is None else residual, width)
-    active = Dropout.of(nodes, seed, drop)
-    return code and _NormRelu.apply(h, residual, *weights, norm.eps, active, code)
+    return code and _NormRelu.apply(
+        h, residual, *weights, norm.eps, Dropout.of(nodes, seed, drop), code
+    )
 
 
-class _NormRelu(torch.autograd.Function):
+class _NormRelu(Fused):
     @staticmethod
     def forward(ctx, h, residual, gamma, beta, eps, active, code):
         S = len(h)
-        normed = {"x": h, "residual": residual, "gamma": gamma}
-        normed |= {"moments": gamma.new_empty(S, 2), "kept": code.kept(h, "norm_relu")}
+        normed = {
+            "x": h,
+            "residual": residual,
+            "gamma": gamma,
+            "moments": gamma.new_empty(S, 2),
+            "kept": code.kept(h, "norm_relu"),
+        }
         size = sizes(h, h if residual is None else residual, gamma, beta)
         out = torch.empty_like(h)
         code.run("norm_relu", S * WARP, normed, active, size, beta=beta, eps=eps, out=out)
@@ -244,17 +266,24 @@ class _NormRelu(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        code, normed = restored(ctx)
+    def gradients(code, normed, grad):
         S, width = grad.shape
         run = -(-S // RUNS) or 1
         runs = -(-S // run)
         sums = normed["gamma"].new_empty(runs, 2 * width)
         out = torch.empty_like(grad)
-        given = {"S": S, "whole": normed["whole"] & aligned(width, grad), "out": out}
-        given |= {"grad": grad, "runs": runs, "run": run, "sums": sums}
-        code.run("norm_relu_grad", runs * WARP, normed, given)
+        code.run(
+            "norm_relu_grad",
+            runs * WARP,
+            normed,
+            S=S,
+            whole=normed["whole"] & aligned(width, grad),
+            out=out,
+            grad=grad,
+            runs=runs,
+            run=run,
+            sums=sums,
+        )
         to_norm = column_sums(sums, sums.new_ones(runs)).chunk(2)
         return out, None if normed["residual"] is None else out, *to_norm, None, None, None
 
@@ -273,24 +302,21 @@ def dropout(x, nodes, seed, drop):
 def max_neighbours(indptr, indices, h):
     """See model.py; None if torch operations have to be used."""
     near = InEdges(indptr, indices)
-    code = block_kernels(near, h, h[: near.S], own=False)
+    code = block_kernels(near, h, own=False)
     return code and _MaxNeighbours.apply(h, near, code)
 
 
-class _MaxNeighbours(torch.autograd.Function):
+class _MaxNeighbours(Fused):
     @staticmethod
     def forward(ctx, h, near, code):
         out = h.new_empty(near.S, h.shape[1])
         winner = torch.empty_like(out, dtype=torch.int32)
-        values = {"h": h, **sizes(h), "S": near.S, "out": out, "winner": winner}
-        code.run("max_neighbours", near.S, near, values)
+        code.run("max_neighbours", near.S, near, sizes(h), h=h, S=near.S, out=out, winner=winner)
         save(ctx, code, near, {"winner": winner}, N=len(h))
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        code, values = restored(ctx)
+    def gradients(code, values, grad):
         near = from_values(InEdges, values)
         N = values["N"]
         out = grad.new_empty(N, grad.shape[1])
@@ -304,14 +330,26 @@ def adam_rows(rows, grad, mean, square, weight, **numbers):
     rates of the kernel; see run/adam.py."""
     tables = {"mean": mean, "square": square, "weight": weight}
     kind = weight.shape, torch.float32, grad.device
-    fit = all(t.is_contiguous() and (t.shape, t.dtype, t.device) == kind for t in tables.values())
-    fit = fit and rows.is_contiguous() and (*rows.shape, *weight.shape[1:]) == grad.shape
-    fit = fit and (rows.dtype, rows.device) == (torch.int64, grad.device)
-    code = functions([], grad, grad) if fit and grad.dtype == torch.float32 else None
+    fits = (
+        all(t.is_contiguous() and (t.shape, t.dtype, t.device) == kind for t in tables.values())
+        and rows.is_contiguous()
+        and (*rows.shape, *weight.shape[1:]) == grad.shape
+        and (rows.dtype, rows.device) == (torch.int64, grad.device)
+        and grad.dtype == torch.float32
+    )
+    code = functions([], grad, grad) if fits else None
     if code is None or code.on_cpu and len(rows) and int(rows.max()) >= len(weight):
         return False
-    given = {"rows": rows, "grad": grad, "n": len(rows), **sizes(grad, *tables.values())}
-    code.run("adam_rows", len(rows), given, numbers, tables)
+    code.run(
+        "adam_rows",
+        len(rows),
+        sizes(grad, *tables.values()),
+        numbers,
+        tables,
+        rows=rows,
+        grad=grad,
+        n=len(rows),
+    )
     return True
 
 
@@ -321,29 +359,40 @@ def cross_entropy(logits, y):
     Args:
         logits: [S, C]. y: int64 [S], below 0 for rows that do not count.
     """
-    kind = torch.int64, logits.device, logits.shape[:1]
-    fits = is_gpu(logits.device) and logits.numel() and y.is_contiguous()
-    fits = fits and (y.dtype, y.device, y.shape) == kind
+    fits = (
+        is_gpu(logits.device)
+        and logits.numel()
+        and y.is_contiguous()
+        and (y.dtype, y.device, y.shape) == (torch.int64, logits.device, logits.shape[:1])
+    )
     code = functions([], logits, logits) if fits else None
     return code and _CrossEntropy.apply(logits, y, code)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(Fused):
     @staticmethod
     def forward(ctx, logits, y, code):
         S, C = logits.shape
         losses = logits.new_empty(S, dtype=torch.float32)
         to_logits = torch.empty_like(logits)
         lanes = min(C, LOSS_LANES)
-        values = {"logits": logits, "y": y, "S": S, "C": C, "lanes": lanes}
-        code.run("cross_entropy", S * lanes, values, loss=losses, grad=to_logits)
-        ctx.save_for_backward(to_logits)
+        code.run(
+            "cross_entropy",
+            S * lanes,
+            logits=logits,
+            y=y,
+            S=S,
+            C=C,
+            lanes=lanes,
+            loss=losses,
+            grad=to_logits,
+        )
+        save(ctx, code, {"to_logits": to_logits})
         return losses.sum()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        (to_logits,) = ctx.saved_tensors
+    def gradients(code, values, grad):
+        to_logits = values["to_logits"]
         return to_logits * grad.to(to_logits.dtype), None, None
 
 
@@ -362,96 +411,86 @@ def stack(blocks, x, weights, *, aggregated, scales, drops):
     device = x.device.type
     mixed = torch.is_autocast_enabled(device)
     dtype = torch.get_autocast_dtype(device) if mixed else torch.float32
-    floats = all(w is not None and w.dtype == torch.float32 for w in weights)
-    if not floats or not (mixed or x.dtype == torch.float32):
-        return None
-    if aggregated and learned(x):  # the pair has a gradient, not the rows of a block
-        return None
     scales = [Scales(*of) if of else UNSCALED for of in scales]
-    for of, block in zip(scales, blocks):
-        if of.gamma is not None and of.gamma.numel() < len(block.src_nodes):
-            return None
     rows = x.new_empty(0, 0, dtype=dtype)
     integers = [t for b in blocks for t in (b.indptr, b.indices, b.src_nodes)]
     # the input may have another dtype than the layers' results
     input_code = functions(integers, x, rows)
     code = functions(integers, rows, rows)
     nears = [InEdges(block.indptr, block.indices) for block in blocks]
-    if input_code is None or code is None:
+    fits = (
+        input_code
+        and code
+        and all(w is not None and w.dtype == torch.float32 for w in weights)
+        and (mixed or x.dtype == torch.float32)
+        and not (aggregated and learned(x))  # the pair has a gradient, not the rows of a block
+        and all(
+            of.gamma is None or of.gamma.numel() >= len(block.src_nodes)
+            for of, block in zip(scales, blocks)
+        )
+        and all(
+            input_code.takes(near, len(block.src_nodes))
+            for near, block in [*zip(nears, blocks)][aggregated:]
+        )
+    )
+    if not fits:
         return None
-    for near, block in zip(nears[aggregated:], blocks[aggregated:]):
-        if not input_code.takes(near, len(block.src_nodes)):
-            return None
     active = [Dropout.of(b.src_nodes, *drop) for b, drop in zip(blocks[1:], drops, strict=True)]
-    plan = _Layers(nears, aggregated, scales, [None, *active], input_code, code, dtype)
+    layers = list(zip(nears, scales, [None, *active]))
     with torch.autocast(device, enabled=False) if mixed else nullcontext():
-        return _Stack.apply(x, plan, *weights)
+        return _Stack.apply(x, layers, aggregated, input_code, code, dtype, *weights)
 
 
-class _Layers(NamedTuple):
-    """What the layers of a stack do; active: `Dropout` of each layer's input, after ReLU; None: no ReLU."""
+class _Stack(Fused):
+    """layers: (InEdges, Scales, Dropout of the layer's input, after ReLU; None: no ReLU) of each."""
 
-    nears: list[InEdges]
-    aggregated: bool
-    scales: list[Scales]
-    active: list[Dropout | None]
-    input_code: Code
-    code: Code
-    dtype: torch.dtype
-
-
-class _Stack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, plan, *weights):
+    def forward(ctx, x, layers, aggregated, input_code, code, dtype, *weights):
         h = x
         saved = []
         learns = any(ctx.needs_input_grad)
-        for i, (near, scales, active) in enumerate(zip(plan.nears, plan.scales, plan.active)):
-            code = plan.code if i else plan.input_code
+        for i, (near, scales, active) in enumerate(layers):
             kept = code.kept(h, "self_and_mean") if i and learns else None
             weight, bias = (
-                w if w.dtype == plan.dtype else w.to(plan.dtype) for w in weights[2 * i : 2 * i + 2]
+                w if w.dtype == dtype else w.to(dtype) for w in weights[2 * i : 2 * i + 2]
             )
-            if plan.aggregated and not i:
-                total = h.to(plan.dtype)
+            if aggregated and not i:
+                total = h.to(dtype)
             else:
                 # as wide as h asks for: `product` refuses a weight of another width
                 width = h.shape[1] * (2 if scales.alpha is None else 1)
-                total = h.new_empty(near.S, width, dtype=plan.dtype)
+                total = h.new_empty(near.S, width, dtype=dtype)
                 options = {"active": active, "kept": kept}
                 if i and code.on_cpu:  # rows are read several times: a separate pass is faster
                     code.relu_dropout(h, **options)
                     options = {}
-                code.self_and_mean(near, h, total, scales=scales, **options)
+                (code if i else input_code).self_and_mean(near, h, total, scales=scales, **options)
             saved += [kept, total, weight, *near]
             h = product(total, weight, bias)
-        ctx.plan = plan
-        ctx.num_input = len(x)
-        ctx.save_for_backward(*saved)
+        numbers = {"layers": layers, "num_input": len(x), "to_x": ctx.needs_input_grad[0]}
+        save(ctx, code, dict(enumerate(saved)), **numbers)
         return h
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):  # [S, C]
-        saved = ctx.saved_tensors
-        plan = ctx.plan
+    def gradients(code, values, grad):  # [S, C]
+        *saved, layers, num_input, to_x = values.values()
+        nothing = [None] * 5
         grads = []
         rows = grad
         # as long as the longest sum: layers have no more rows than the outermost one
         ones = grad.new_ones(len(saved[1]), dtype=torch.float32) if is_gpu(grad.device) else None
-        for i in reversed(range(len(plan.nears))):
-            each = len(saved) // len(plan.nears)
+        for i, (_, scales, active) in reversed([*enumerate(layers)]):
+            each = len(saved) // len(layers)
             kept, total, weight, *near = saved[each * i : each * i + each]
             grads = [weight_grad(grad, total), column_sums(rows, ones), *grads]
-            if not i and not ctx.needs_input_grad[0]:
-                return None, None, *grads
-            num_src = len(kept) if i else ctx.num_input
-            options = {"kept": kept, "scale": plan.active[i].scale} if i else {}
-            grad = product(grad, weight.t())
-            grad, rows = plan.code.self_and_mean_grad(
-                InEdges(*near), grad, num_src, scales=plan.scales[i], **options
+            if not i and not to_x:
+                return None, *nothing, *grads
+            num_src = len(kept) if i else num_input
+            options = {"kept": kept, "scale": active.scale} if i else {}
+            grad, rows = code.self_and_mean_grad(
+                InEdges(*near), product(grad, weight.t()), num_src, scales=scales, **options
             )
-        return grad, None, *grads
+        return grad, *nothing, *grads
 
 
 # ---- matrix products
@@ -460,9 +499,12 @@ class _Stack(torch.autograd.Function):
 def linear(x, weight, bias=None):
     """Return x [S, F] @ weight [D, F].T + bias [D] with autograd: by `product` if it is large and, on a GPU, with sums over
     many rows by `weight_grad` and `bias_grad`."""
-    long = is_gpu(x.device) and len(x) >= LONG
-    ours = x.dim() == 2 and (long or _for_onednn(x, weight))
-    if ours and not torch.is_autocast_enabled(x.device.type) and not followed():
+    if (
+        x.dim() == 2
+        and (is_gpu(x.device) and len(x) >= LONG or _for_onednn(x, weight))
+        and not torch.is_autocast_enabled(x.device.type)
+        and not followed()
+    ):
         return _Linear.apply(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -500,22 +542,24 @@ def column_sums(rows, ones):
 
 def bias_grad(grad):
     """Return the sums of the columns of rows grad [n, D]; of many on a GPU first over runs of them."""
-    torchs = learned(grad) or not is_gpu(grad.device)
-    code = None if torchs else functions([], grad, grad)
+    ours = is_gpu(grad.device) and not learned(grad)
+    code = functions([], grad, grad) if ours else None
     if code is None:
         return grad.sum(0)
     runs = code.runs(grad)
     sums = grad.new_empty(runs["runs"], grad.shape[1], dtype=torch.float32)
-    given = {"rows": grad, "n": len(grad), "sums": sums}
-    code.run("column_sums", runs["runs"], runs, sizes(grad), given)
+    code.run("column_sums", runs["runs"], runs, sizes(grad), rows=grad, n=len(grad), sums=sums)
     return column_sums(sums, sums.new_ones(len(sums))).to(grad.dtype)
 
 
 def _for_onednn(x, weight):
-    bounded = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
-    large = x.numel() * weight.shape[0] >= WORTH_COMPILING * torch.get_num_threads()
-    usable = bounded and x.device.type == "cpu" and x.dtype == torch.float32
-    return large and usable and torch.backends.mkldnn.is_available()
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and x.numel() * weight.shape[0] >= WORTH_COMPILING * torch.get_num_threads()
+        and {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"} <= os.environ.keys()
+        and torch.backends.mkldnn.is_available()
+    )
 
 
 class _Linear(torch.autograd.Function):

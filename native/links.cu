@@ -78,3 +78,80 @@ KERNEL common(const i64 *pairs, i64 P, const i64 *indptr, const ID *sources, con
     UNROLL for (int c = 0; c < 4; c++) sums[4 * i + c] += weights[4 * degree + c];
   }
 }
+
+// Add up the weights of the nodes in the list of `few` that that of `many`, which is no shorter, has
+// too, but for the four.
+FN float shared(const i64 *indptr, const ID *sources, i64 few, i64 many, i64 u, i64 v,
+                const float *weights) {
+  i64 place = indptr[many], end = indptr[many + 1], last = -1;
+  float sum = 0;
+  for (i64 next = indptr[few]; next < indptr[few + 1]; next++) {
+    const i64 node = sources[next];
+    if (node == last || node == u || node == v || node == few || node == many) continue;
+    last = node;
+    i64 hop = 1;  // the node is at most so far on, if it is there
+    while (place + hop < end && sources[place + hop] < node) hop *= 2;
+    BISECT(place, min(hop, end - place), sources[at] < node)
+    if (place < end && sources[place] == node) sum += weights[node];
+  }
+  return sum;
+}
+#ifdef HOST
+enum { MOST = 1 << 22 };  // nodes that a thread may have sums of
+static __thread double *steps;  // of weights[a] over u <- a <- b, for each b; 0 between pairs
+static __thread i64 size;
+// Add up these sums; without weights, set them to 0.
+static void walk(const i64 *indptr, const ID *sources, i64 u, const float *weights) {
+  for (i64 one = indptr[u]; one < indptr[u + 1]; one++) {
+    const i64 a = sources[one];
+    if (a == u || (one > indptr[u] && sources[one - 1] == a)) continue;
+    for (i64 two = indptr[a]; two < indptr[a + 1]; two++) {
+      const i64 b = sources[two];
+      if (b == a || (two > indptr[a] && sources[two - 1] == b)) continue;
+      steps[b] = weights ? steps[b] + weights[a] : 0;
+    }
+  }
+}
+#endif
+// Sum weights[a] * weights[b] over the paths u <- a <- b -> v of four different nodes, for each of P
+// pairs of V nodes: sums [P, lanes], 0 before, of so many threads. For a C compiler the first of them
+// does the work of its pair and of those behind it that have the same u.
+KERNEL paths(const i64 *pairs, i64 P, i64 lanes, i64 V, const i64 *indptr, const ID *sources,
+             const float *weights, float *sums) {
+  THREAD(P * lanes);
+  const i64 *pair = pairs + 2 * (i / lanes), u = pair[0];
+#ifdef HOST
+  if (V <= MOST) {
+    if (i % lanes || (i && pair[-2] == u)) return;
+    if (size < V) {
+      free(steps);
+      steps = (double *)calloc(V, sizeof *steps);
+      if (!steps) FAIL;
+      size = V;
+    }
+    walk(indptr, sources, u, weights);
+    for (; pair < pairs + 2 * P && pair[0] == u; pair += 2) {
+      const i64 v = pair[1], start = indptr[v];
+      const double back = u != v && is_edge(indptr, sources, v, u) ? weights[v] : 0;  // of v as a
+      double sum = 0;
+      for (i64 place = start; place < indptr[v + 1]; place++) {
+        const i64 b = sources[place];
+        if (b == u || b == v || (place > start && sources[place - 1] == b)) continue;
+        sum += weights[b] * (steps[b] - back);
+      }
+      sums[(pair - pairs) / 2 * lanes] = (float)sum;
+    }
+    walk(indptr, sources, u, 0);
+    return;
+  }
+#endif
+  const i64 v = pair[1];
+  float sum = 0;
+  for (i64 place = indptr[u] + i % lanes; place < indptr[u + 1]; place += lanes) {
+    const i64 a = sources[place];
+    if (a == u || a == v || (place > indptr[u] && sources[place - 1] == a)) continue;
+    const int less = indptr[a + 1] - indptr[a] < indptr[v + 1] - indptr[v];
+    sum += weights[a] * shared(indptr, sources, less ? a : v, less ? v : a, u, v, weights);
+  }
+  sums[i] = sum;
+}

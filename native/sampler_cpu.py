@@ -82,7 +82,7 @@ class Backend:
         disjoint = self.spec.disjoint
         job.threads = self.spec.threads or min(torch.get_num_threads(), MOST_THREADS)
         if exclude is not None:
-            excluded = exclude.fields(self.spec.indices.numel())
+            excluded = exclude.fields(self.spec.indices.numel())  # which own their memory
             build.fill(job, **excluded)
         try:
             work = self.idle.pop()  # atomic, as append is: calls on several threads never share one
@@ -128,8 +128,16 @@ class Backend:
         offsets = dst.new_empty(S + 1)
         fill = functools.partial(build.fill, job)
         pointer = ctypes.byref(job)
-        fill(index=hop.index, k=hop.k, key=hop.key)
-        fill(S=S, dst=dst, dst_group=group, offsets=offsets, **work.rows(S))
+        fill(
+            index=hop.index,
+            k=hop.k,
+            key=hop.key,
+            S=S,
+            dst=dst,
+            dst_group=group,
+            offsets=offsets,
+            **work.rows(S),
+        )
         E = self._checked(work.library.rb_count(pointer), S)
         if E >= torch.iinfo(dst.dtype).max:
             raise ValueError(f"{E} edges a hop are too many for {dst.dtype}: use smaller batches")
@@ -195,5 +203,6 @@ class WorkingMemory:
             self.table = self.table.new_empty(self.slots * self.slot_bytes)
             self.library.rb_huge_pages(self.table, self.table.nbytes)
         groups = (0, None) if group is None else (self.seeds_before.numel() - 1, self.seeds_before)
-        of = nodes, group, nodes.numel()
-        return self.library.rb_number(self.table, self.bits, *groups, *of) < 0
+        return (
+            self.library.rb_number(self.table, self.bits, *groups, nodes, group, nodes.numel()) < 0
+        )

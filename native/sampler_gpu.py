@@ -39,7 +39,6 @@ hold them (with `excludes`, room for excluded edges, `fill` takes edges of every
 import ctypes
 import functools
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 
@@ -54,10 +53,11 @@ REGISTERS = (8, 16, 32, 64)  # each has a kernel for fanouts up to it, with the 
 AGGREGATED = 48  # largest fanout of the outermost hop in one kernel, which also holds nodes and rows in registers
 TYPES = {torch.uint8: "unsigned char", torch.int16: "unsigned short"}  # of edges
 # as batch.h declares them
-STRUCTS = ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
 Batch, Part, Input, Outcome, State = (
-    build.struct_type(build.read_source("batch.h"), name) for name in STRUCTS
+    build.struct_type(build.read_source("batch.h"), name)
+    for name in ("batch_t", "part_t", "input_t", "outcome_t", "state_t")
 )
+HEAD = ctypes.sizeof(Input) // 8  # int64 numbers of an input_t
 
 
 def in_registers(k):
@@ -67,20 +67,22 @@ def in_registers(k):
 
 def aggregate_source(ids, k, features, out):
     """Make pick_aggregate for fanout k, features [V, F] and out [rows, 2F] -> (CUDA source, columns per load)."""
-    aligned = not (features.data_ptr() | out.data_ptr()) % 16
+    # of 8 results of 4 bytes a compiler may make one access of 32 bytes
+    aligned = not (features.data_ptr() | out.data_ptr()) % 32
     # 16 bytes a load, of codes 8: more would take too many registers
     widest = min(16 // features.element_size(), 8)
     fits = (v for v in (8, 4) if v <= widest and not features.shape[1] % v)
     vec = next(fits, 1) if aligned else 1
-    defines = {
-        "ID": IDS[ids],
-        "IN": (ROWS | CODES)[features.dtype],
-        "OUT": ROWS[out.dtype],
-        "VEC": vec,
-        "LANES": lanes(out, vec),
-        "K": k,
-    }
-    return build.read_source("aggregate.cu", **defines), vec
+    source = build.read_source(
+        "aggregate.cu",
+        ID=IDS[ids],
+        IN=(ROWS | CODES)[features.dtype],
+        OUT=ROWS[out.dtype],
+        VEC=vec,
+        LANES=lanes(out, vec),
+        K=k,
+    )
+    return source, vec
 
 
 def lanes(out, vec):
@@ -125,8 +127,6 @@ class Backend:
         # for kernels that need no frame
         self.outcome = spec.indices.new_zeros(ctypes.sizeof(Outcome) // 8, dtype=torch.int64)
         self.graph = build.fill(Batch(), outcome=self.outcome, **build.law_fields(self.spec))
-        self.num_nodes = spec.num_nodes
-        self.timed = spec.timed
         # edges to allocate for each hop that once lacked room: what it wanted, and a quarter more
         self.most = [0] * len(fanouts)
         self.resting = []  # idle frames; pop and append are atomic
@@ -149,7 +149,7 @@ class Backend:
                 the outermost hop. exclude: int64 [X] edges, or None.
             times: int64 [S], if edges have times.
         """
-        if not self.num_nodes and seeds.numel():
+        if not self.spec.num_nodes and seeds.numel():
             return None
         with self.kernels.current():
             try:
@@ -178,9 +178,7 @@ class Backend:
                     "hop: use NeighborSampler(backend='torch')"
                 )
             blocks = None if status else frame.cut()
-            frame.memory = frame.edges = frame.times = frame.src_seed = (
-                None  # now the blocks' memory
-            )
+            frame.memory = frame.edges = frame.times = None  # now the blocks' memory
             # the GPU is done with the frame, so the next batch may be on any stream
             self.resting.append(frame)
         return blocks
@@ -188,31 +186,35 @@ class Backend:
     def degrees(self, nodes, times):
         """Count the edges that nodes [n] see at times int64 [n], without types -> int64 [n]; 0 for a damaged list."""
         degrees = torch.empty_like(times)
-        values = {"b": self.graph, "n": len(times), "nodes": nodes, "times": times}
-        self.kernels.run("degrees_at", len(times), {**values, "degrees": degrees})
+        self.kernels.run(
+            "degrees_at",
+            len(times),
+            {"b": self.graph, "n": len(times), "nodes": nodes, "times": times, "degrees": degrees},
+        )
         return degrees
 
     def shapes(self, S):
         """Plan room for a batch of S seeds -> (source nodes by hop [L + 1], the seeds first; edges by hop [L])."""
-        num_edges = self.spec.indices.numel()
+        spec = self.spec
+        num_edges = spec.indices.numel()
         rows = [S]
         places = []
         for k, most in zip(self.fanouts, self.most):
             # at another time, or for another seed, a node has its edges again
-            again = rows[-1] if self.spec.pairing else 1
-            room = rows[-1] * k if self.spec.rule.repeats else num_edges * again
-            bounded = k > 0 and self.spec.rule.bounded
+            room = num_edges * (rows[-1] if spec.pairing else 1)
+            if spec.rule.repeats:
+                room = rows[-1] * k
+            bounded = k > 0 and spec.rule.bounded
             if bounded:
                 room = min(room, rows[-1] * k)
             if not bounded or room > ROOM:
-                usual = k if k > 0 else num_edges / max(self.num_nodes, 1)
+                usual = k if k > 0 else num_edges / max(spec.num_nodes, 1)
                 room = min(room, most or min(int(1.25 * usual * rows[-1]) + 4096, ROOM))
             places.append(max(room, 1))
             sources = rows[-1] + places[-1]
-            rows.append(sources if self.spec.pairing else min(sources, self.num_nodes))
-        if S + sum(places) >= (
-            NONE // 4 if self.spec.pairing else NONE
-        ):  # slots have to fit an int, too
+            rows.append(sources if spec.pairing else min(sources, spec.num_nodes))
+        # slots have to fit an int, too
+        if S + sum(places) >= (NONE // 4 if spec.pairing else NONE):
             raise ValueError(
                 f"a batch of up to {sum(places)} edges is too large; use smaller batches"
             )
@@ -226,20 +228,10 @@ class Backend:
             frame = Frame(self)
             frame.fit(rows, places, relabel_outer, excludes)
             frame.make_blocks()
-            frame.memory.zero_()  # so that ids in the padding are valid node and edge ids
-            for memory in (frame.edges, frame.times):
-                if memory is not None:
-                    memory.zero_()
+            for array in (*frame.memory, frame.edges, frame.times):
+                if array is not None:
+                    array.zero_()  # so that ids in the padding are valid node and edge ids
         return frame
-
-
-class Shape(NamedTuple):
-    """What the launches of a Frame depend on, beside the graph."""
-
-    rows: list  # room for source nodes by hop [hops + 1], the seeds first
-    places: list  # room for edges by hop [hops]
-    relabel_outer: bool
-    excludes: int  # room for excluded edges
 
 
 class Frame:
@@ -251,7 +243,7 @@ class Frame:
         results: int64 on the GPU, an outcome_t and the state_t of each hop, and one more. num_dst: int64 [L + 1] of this,
             destinations of each hop, then the sources of the outermost one.
         read, host_results: pinned copy of results, as a tensor and as a struct.
-        memory: the memory of the batch's blocks.
+        memory: of the batch's blocks: their sources, their indices, the sources' seeds, the offsets of each hop.
     """
 
     def __init__(self, backend):
@@ -259,18 +251,17 @@ class Frame:
         self.backend = backend
         self.ids = spec.indices
         self.kernels = backend.kernels
-        self.shape = None
+        self.shape = None  # arguments of `fit`
         self.kept = {}
         self.listing = None
         self.base = 0
         self.parts = [Part(hop, k) for hop, k in enumerate(backend.fanouts)]
-        slots = 0 if spec.pairing else backend.num_nodes
-        self.table = self.ids.new_empty(slots, dtype=torch.int32)
+        self.table = self.ids.new_empty(0 if spec.pairing else spec.num_nodes, dtype=torch.int32)
         self.pairs = self.ids.new_empty(0, dtype=torch.int64)
         states = ("states", State * (L + 1))
         kind = type("results", (ctypes.Structure,), {"_fields_": [*Outcome._fields_, states]})
-        self.results = self._integers(ctypes.sizeof(kind) // 8)
-        self.read = self._integers(len(self.results), pinned=True)
+        self.results = self.ids.new_zeros(ctypes.sizeof(kind) // 8, dtype=torch.int64)
+        self.read = self._pinned(len(self.results))
         self.host_results = kind.from_address(self.read.data_ptr())
         states = self.results[kind.states.offset // 8 :].view(L + 1, -1)
         self.num_dst = states[:, State.num_dst.offset // 8]
@@ -285,22 +276,20 @@ class Frame:
             **build.law_fields(spec),
         )
 
-    def _integers(self, n, pinned=False):
-        """Allocate n int64 zeros, on the GPU or in pinned memory."""
-        device = "cpu" if pinned else self.ids.device
-        pinned = pinned and self.ids.is_cuda
-        return torch.zeros(n, dtype=torch.int64, device=device, pin_memory=pinned)
+    def _pinned(self, n):
+        """Allocate n int64 zeros in pinned memory."""
+        return torch.zeros(n, dtype=torch.int64, device="cpu", pin_memory=self.ids.is_cuda)
 
     def _room(self, name, n, dtype=torch.int32):
-        """Return a pointer to memory of n values, zero at first, that is kept for the next batches."""
+        """Return memory of n or more values, zero at first, that is kept for the next batches."""
         kept = self.kept.get(name)
         if kept is None or kept.numel() < n:
             self.kept[name] = kept = torch.zeros(n + n // 8, dtype=dtype, device=self.ids.device)
-        return kept.data_ptr()
+        return kept
 
     def fit(self, rows, places, relabel_outer, excludes):
         """Allocate working memory for rows source nodes and places edges, see `Backend.shapes`; prepare launches."""
-        shape = Shape(rows, places, relabel_outer, excludes)
+        shape = rows, places, relabel_outer, excludes
         if self.shape == shape:
             return
         self.shape = shape
@@ -314,22 +303,24 @@ class Frame:
         room = {"number": self.positions, "count": max(rows), "won": max(words), "wins": max(words)}
         if spec.pairing:
             room["group"] = max(rows)
-        for name, n in room.items():
-            setattr(b, name, self._room(name, n))
-        b.excluded = self._room("excluded", excludes, torch.int64)
-        b.excludes = excludes
+        build.fill(b, **{name: self._room(name, n) for name, n in room.items()})
+        build.fill(b, excluded=self._room("excluded", excludes, torch.int64), excludes=excludes)
         if spec.rule.column is not None:
-            b.best = self._room("best", self.positions, torch.float64)
+            build.fill(b, best=self._room("best", self.positions, torch.float64))
         lengths = [n // 64 + n // 4096 + 2 for pair in zip(rows, words) for n in pair]
-        *sums, num_sums = accumulate(lengths, initial=0)
-        pointer = self._room("sums", num_sums, torch.int64)
+        num_sums = sum(lengths)
+        sums = self._room("sums", num_sums, torch.int64)
+        sums_of = iter(sums[:num_sums].split(lengths))
         for hop, part in enumerate(self.parts[:hops]):
-            part.relabel = relabel_outer or hop + 1 < len(self.parts)
-            part.places = places[hop]
-            part.words = words[hop]
-            part.first = first[hop]
-            part.row_sums = pointer + 8 * sums[2 * hop]
-            part.word_sums = pointer + 8 * sums[2 * hop + 1]
+            build.fill(
+                part,
+                relabel=relabel_outer or hop + 1 < len(self.parts),
+                places=places[hop],
+                words=words[hop],
+                first=first[hop],
+                row_sums=next(sums_of),
+                word_sums=next(sums_of),
+            )
         for part, n, sources in zip(self.parts, rows, [*rows[1:], 0]):
             part.rows = n
             part.next_rows = sources
@@ -340,19 +331,17 @@ class Frame:
                 self.table = self.table.new_empty(b.slots)
                 self.base = 0
                 build.fill(b, pairs=self.pairs, table=self.table)
-        self.head = ctypes.sizeof(Input) // 8
-        size = self.head + (3 * S if self.backend.timed else S)
-        self.host_inputs = self._integers(size, pinned=True)
-        self.input = self._integers(size)
+        size = HEAD + (3 * S if spec.timed else S)
+        self.host_inputs = self._pinned(size)
+        self.input = self.ids.new_zeros(size, dtype=torch.int64)
         at = Input.step.offset // 8
         self.step = self.input[at : at + 1]
         self.header = Input.from_address(self.host_inputs.data_ptr())
-        seeds = self.input[self.head :]
+        seeds = self.input[HEAD:]
         build.fill(b, input=self.input, seeds=seeds)
-        if self.backend.timed:
-            groups = None if spec.disjoint else seeds[S:]
-            build.fill(b, groups=groups, times=seeds[2 * S :])
-        self.sums = {"sums": pointer, "num_sums": num_sums}
+        if spec.timed:
+            build.fill(b, groups=None if spec.disjoint else seeds[S:], times=seeds[2 * S :])
+        self.sums = {"sums": sums, "num_sums": num_sums}
         self.steps = list(self._steps(hops))
 
     def _steps(self, hops):
@@ -360,9 +349,13 @@ class Frame:
         parts = self.parts[:hops]
         yield self._begin()
         for part, following in zip(parts, [*parts[1:], None]):
-            counts = int(self.counted and following is not None)
-            values = {"b": self.batch, "part": part, "next": following or part, "counts": counts}
-            prepare = functools.partial(self.kernels.prepare, **values)
+            prepare = functools.partial(
+                self.kernels.prepare,
+                b=self.batch,
+                part=part,
+                next=following or part,
+                counts=int(self.counted and following is not None),
+            )
             if not self.counted:
                 yield prepare("count"), part.rows
             if self._in_registers(part.k):
@@ -375,16 +368,20 @@ class Frame:
                 yield prepare("number"), max(32 * part.words, part.rows)
         hops = sum(part.relabel for part in parts)
         end = parts[hops].first if hops < len(parts) else self.positions
-        given = {"b": self.batch, "hops": hops, "start": parts[0].first, "end": end, **self.sums}
-        yield self.kernels.prepare("finish", **given), max(end, self.sums["num_sums"])
+        finish = self.kernels.prepare(
+            "finish", b=self.batch, hops=hops, start=parts[0].first, end=end, **self.sums
+        )
+        yield finish, max(end, self.sums["num_sums"])
 
     def _begin(self):
         b = self.batch
         part = self.parts[0]
         hops = len(self.parts)
         threads = max(part.rows * max(b.label_bytes, 1), hops, b.num_sizes)
-        given = {"b": b, "part": part, "hops": hops, "counts": int(self.counted)}
-        return self.kernels.prepare("begin", **given, threads=threads), threads
+        begin = self.kernels.prepare(
+            "begin", b=b, part=part, hops=hops, counts=int(self.counted), threads=threads
+        )
+        return begin, threads
 
     def _in_registers(self, k):
         return self.counted and 0 < k <= REGISTERS[-1]
@@ -394,29 +391,30 @@ class Frame:
         rows, places, *_ = self.shape
         spec = self.backend.spec
         parts = self.parts[: len(places)]
-        # `memory` has src, then local, then the offsets of each hop, then src_seed
-        self.local = max(rows[0], rows[sum(part.relabel for part in parts)])
-        sizes = (n + 1 for n in rows[: len(places)])
-        self.offsets = list(accumulate(sizes, initial=self.local + self.positions))
-        end = self.offsets.pop()
-        self.memory = self.ids.new_empty(end + self.local * spec.disjoint)
-        self.src_seed = self.memory[end:] if spec.disjoint else None
-        self.edges = None
-        self.times = None
+        nodes = max(rows[0], rows[sum(part.relabel for part in parts)])
+        sizes = [
+            nodes,
+            self.positions,
+            nodes * spec.disjoint,
+            *(n + 1 for n in rows[: len(places)]),
+        ]
+        self.memory = self.ids.new_empty(sum(sizes)).split(sizes)
+        src, local, src_seed, *offsets = self.memory
+        self.edges = self.times = None
         if spec.edge_ids or not all(self._in_registers(part.k) for part in parts):
             self.edges = self.ids.new_empty(self.positions, dtype=torch.int64)
-        if self.backend.timed:
-            self.times = self.ids.new_empty(self.local, dtype=torch.int64)
+        if spec.timed:
+            self.times = self.ids.new_empty(nodes, dtype=torch.int64)
         build.fill(
             self.batch,
-            src=self.memory,
-            local=self.memory[self.local :],
+            src=src,
+            local=local,
             edges=self.edges,
             src_times=self.times,
-            src_seed=self.src_seed,
+            src_seed=src_seed if spec.disjoint else None,
         )
-        for part, at in zip(parts, self.offsets):
-            build.fill(part, offsets=self.memory[at:])
+        for part, of in zip(parts, offsets):
+            build.fill(part, offsets=of)
 
     def cut(self):
         """Return the blocks of a finished batch, from the seeds outward."""
@@ -429,65 +427,65 @@ class Frame:
 
         Rows beyond the destinations have no edges; in the padding, indices is -1 and src_nodes some valid node id.
         """
-        return self._blocks(self.shape.rows, self.shape.places)
+        rows, places, *_ = self.shape
+        return self._blocks(rows, places)
 
     def _blocks(self, rows, places):
         """Make blocks with these numbers of destinations, the last of them sources, and of edges."""
-        memory, spec = self.memory, self.backend.spec
+        spec = self.backend.spec
+        src, local, src_seed, *offsets = self.memory
         blocks = []
-        for part, at, S, N, E in zip(self.parts, self.offsets, rows, rows[1:], places):
+        for part, of, S, N, E in zip(self.parts, offsets, rows, rows[1:], places):
             N = N if part.relabel else S
-            block = spec.block(
-                indptr=memory.narrow(0, at, S + 1),
-                indices=memory.narrow(0, self.local + part.first, E),
-                src_nodes=memory.narrow(0, 0, N),
-                edge_ids=self.edges.narrow(0, part.first, E) if spec.edge_ids else None,
-                src_times=self.times.narrow(0, 0, N) if self.backend.timed else None,
-                src_seed=self.src_seed.narrow(0, 0, N) if spec.disjoint else None,
+            blocks.append(
+                spec.block(
+                    indptr=of[: S + 1],
+                    indices=local.narrow(0, part.first, E),
+                    src_nodes=src[:N],
+                    edge_ids=self.edges.narrow(0, part.first, E) if spec.edge_ids else None,
+                    src_times=self.times[:N] if spec.timed else None,
+                    src_seed=src_seed[:N] if spec.disjoint else None,
+                )
             )
-            blocks.append(block)
         return blocks
 
     def fill(self, seeds, step, exclude=None, times=None):
         """Set seeds, step, excluded edges and times of the next batch; the last one, and its copies, must be done.
         exclude: int64 [X] edges, in any order; more than there is room for set FULL."""
-        num_excluded = 0
-        if exclude is not None:
-            num_excluded = len(exclude)
-            self._exclude(exclude)
         if self.base < self.positions:  # the table is used up, or new
             self.table.fill_(NONE)
             self.base = NONE
         self.base -= self.positions
         S = seeds.numel()
-        header = self.header
-        header.step = step
-        header.num_seeds = S
-        header.offset = self.base
-        header.num_excluded = num_excluded
-        header.key_step = step // self.backend.spec.rule.steps
+        spec = self.backend.spec
+        build.fill(
+            self.header,
+            step=step,
+            num_seeds=S,
+            offset=self.base,
+            num_excluded=0 if exclude is None else len(exclude),
+            key_step=step // spec.rule.steps,
+        )
+        if exclude is not None:
+            edges = exclude.sort()[0]
+            # of equal edges all but one become an edge after all others, which is in no row
+            edges[1:].masked_fill_(edges[1:] == edges[:-1], self.ids.numel())
+            room = self.kept["excluded"][: min(len(edges), self.batch.excludes)]
+            room.copy_(edges.sort()[0][: len(room)])
         self.input_size = len(self.host_inputs)
-        given = self.host_inputs[self.head :]
+        given = self.host_inputs[HEAD:]
         if seeds.is_cuda:
-            self.input_size = self.head
-            given = self.input[self.head :]
+            self.input_size = HEAD
+            given = self.input[HEAD:]
         if times is not None:
             times = times.to(given.device).contiguous()
-            room = self.shape.rows[0]
-            if not self.backend.spec.disjoint:
+            room = self.parts[0].rows
+            if not spec.disjoint:
                 values = times.sort()[0]
                 given[room:][:S].copy_(torch.searchsorted(values, times))
                 times = values
             given[2 * room :][:S].copy_(times)
         given[:S].copy_(seeds)
-
-    def _exclude(self, edges):
-        """Put edges [X], in any order, into the frame's memory as far as there is room, without waiting for the GPU."""
-        edges = edges.sort()[0]
-        # of equal edges all but one become an edge after all others, which is in no row
-        edges[1:].masked_fill_(edges[1:] == edges[:-1], self.ids.numel())
-        room = self.kept["excluded"][: min(len(edges), self.shape.excludes)]
-        room.copy_(edges.sort()[0][: len(room)])
 
     def start(self):
         """Start sampling on the current stream. A CUDA graph can capture this, for seeds from the same device as when it
@@ -530,8 +528,13 @@ class Frame:
         if kernels:
             # their memory is read and written at every start
             self.aggregated = {"features": features, "steps": scale, "out": out}
-            given = {"b": self.batch, "part": part, "width": features.shape[1] // vec}
-            launch = kernels.prepare("pick_aggregate", **given, **self.aggregated)
+            launch = kernels.prepare(
+                "pick_aggregate",
+                b=self.batch,
+                part=part,
+                width=features.shape[1] // vec,
+                **self.aggregated,
+            )
             self.steps.append((launch, lanes(out, vec) * part.rows))
         return kernels is not None
 
@@ -548,7 +551,7 @@ class Frame:
         n = max(hop for hop, block_lists in enumerate(lists) if block_lists) + 1
         outer = self.parts[n - 1]
         end = outer.first + outer.places
-        sources = self.shape.rows[1 : n + 1]
+        sources = [part.next_rows for part in self.parts[:n]]
         ints = functools.partial(self.ids.new_zeros, dtype=torch.int32)
         sizes, starts = ints((2, sum(sources) + 1))
         dst, slot, *arrays = by_position = ints((6, end))

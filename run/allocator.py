@@ -6,7 +6,6 @@ Nothing happens on import. `before_torch` runs before torch is imported, so this
 import ctypes
 import gc
 import os
-import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,7 +26,7 @@ def before_torch():
 
 def glibc(name):
     """Return a function of the C library, None where it has none of the name."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
+    return getattr(ctypes.CDLL(None), name, None)
 
 
 def keep_freed_memory():

@@ -53,11 +53,9 @@ from run.flags import (
     make_parser,
     model_or_default,
     parsed,
-    spelled,
-    text_of,
     unused,
 )
-from run.kinds import ON_OFF
+from run.kinds import ON_OFF, spelled, text_of
 from run.own_model import is_own, load
 
 # widths that early checkpoints lack, and what they stand for
@@ -73,11 +71,10 @@ def save_checkpoint(run, optimizer, best, epoch, step):
     """Write the state of a run after `step` optimizer steps of epoch `epoch`, both counted from 0, to --checkpoint."""
     plan = run.plan
     described = described_run(run)
-    files = {"path": str(run.store.path), "files": digests(run.store)}
+    described["graph"] |= {"path": str(run.store.path), "files": digests(run.store)}
     state = {
-        "flags": described["flags"],
+        **described,
         "total_batch": plan.total_batch,
-        "graph": described["graph"] | files,
         "model": run.model.state_dict(),
         "optimizer": optimizer.state_dict()["state"],
         "best": best,
@@ -95,7 +92,6 @@ def described_run(run):
     graph = {
         **{name: store.meta.get(name, 0) for name in run.task.widths},
         **names_of(store),
-        "feature_names": store.feature_names,
         "kept_as": store.kept_as,
         "several": run.task.several,
         "times": None,
@@ -122,8 +118,13 @@ def claimed(path):
 
 
 def names_of(store):
-    """Return {"edge_types": names, "classes": names} of a store, in the order of their numbers; None without names."""
-    return {"edge_types": store.meta.get("edge_types"), "classes": store.class_names}
+    """Return {"edge_types": names, "classes": names, "feature_names": names} of a store, in the order of their numbers; None
+    without names."""
+    return {
+        "edge_types": store.meta.get("edge_types"),
+        "classes": store.class_names,
+        "feature_names": store.feature_names,
+    }
 
 
 def digests(store):
@@ -280,13 +281,13 @@ def adopted(flags, state, path):
     """Return flags with the checkpoint's values of those that were not typed; other values of `fixed` ones are refused."""
     saved = state["flags"]
     values = {name: value for name, value in saved.items() if name not in flags.typed}
-    fixed = {*(declared("fixed", "per_graph") if flags.trains else declared("fixed"))}
-    # refused later, with a better reason
-    fixed.difference_update(unused(TASKS[saved["task"]]))
-    for name in sorted(fixed, key=[*FLAGS].index):
+    # flags of other tasks are refused later, with a better reason
+    idle = unused(TASKS[saved["task"]])
+    for name in declared("fixed", *["per_graph"] * flags.trains):
         here = getattr(flags, name)
         was = saved[name]
-        if name in flags.typed and here != was and not (is_own(here) and is_own(was)):
+        differs = here != was and not (is_own(here) and is_own(was))
+        if name in flags.typed and name not in idle and differs:
             raise StoreError(
                 f"checkpoint {path} was made with {spelled(name)} {text_of(was)}, this run has {text_of(here)}"
             )
@@ -334,14 +335,14 @@ def common_state(ranks, flags):
         flags = adopted(flags, state, path)
     common = {
         spelled(name): text_of(getattr(flags, name))
-        for name in sorted(declared("fixed", "per_graph", "kept", "alike"))
+        for name in declared("fixed", "per_graph", "kept", "alike")
     }
     # files may lie in another folder; what is in them is compared with the data
     del common["--dataset"]
     common["--model"] = flags.model.rpartition(":")[2]
     common = {name: ".npz" if value.endswith(".npz") else value for name, value in common.items()}
     files = "predict", "pairs", "gpus"
-    common |= {f"--{name}": bool(getattr(flags, name, None)) for name in files}
+    common |= {f"--{name}": bool(getattr(flags, name)) for name in files}
     check_same(ranks, common | {"training": flags.trains})
     return state, path, flags
 
@@ -374,10 +375,7 @@ def check_graph(ranks, state, path, plan, task):
     graph = state["graph"]
     with reading(f"checkpoint {path}"):
         check_widths(task, plan, graph, path)
-        numbers = numbers_of_types(ranks, task, plan, graph, path)
-        if store.feature_names or graph["feature_names"]:
-            names = extra(".names", f"{path} or {store.path} with names of columns")
-            names.name_features(ranks, store, graph["feature_names"], path)
+        numbers = match_names(ranks, task, plan, graph, path)
         here = store.kept_as
         if graph["kept_as"] not in (None, here):
             ranks.say(
@@ -388,7 +386,7 @@ def check_graph(ranks, state, path, plan, task):
         was = graph["files"]
         if graph["classes"] or task.placed and files.get("labels.npy") != was.get("labels.npy"):
             # predictions are of the checkpoint's classes
-            store.renumber(class_names=graph["classes"] and [*map(str, graph["classes"])])
+            store.take(class_names=graph["classes"] and [*map(str, graph["classes"])])
         other = [name for name in was if was[name] and files.get(name) not in (None, was[name])]
     if not plan.trains:
         if graph["times"] and not task.are_links:
@@ -430,9 +428,10 @@ def tell_trained(task, plan, state, files):
         why = why or other and "other pairs are held out"
     elif state["trained"] is None:  # an early checkpoint
         return ""
-    elif NAMES in {**was, **files}:
-        one = NAMES not in was or NAMES not in files
-        why = "only one of the two graphs has names of nodes" if one else ""
+    elif NAMES in was and NAMES in files:
+        why = ""
+    elif NAMES in was or NAMES in files:
+        why = "only one of the two graphs has names of nodes"
     if not why:
         task.trained = state["trained"]
         return ""
@@ -457,7 +456,7 @@ def check_widths(task, plan, graph, path):
         if differs and (plan.trains or not lenient or here > was):
             raise StoreError(f"{trained} with {name} {was}, {store.path} has {here}")
         if lenient:
-            store.renumber(**{name: int(was)})
+            store.take(**{name: int(was)})
     if (was := graph["several"]) is not None:
         if store.labelled and task.several != was:
             labels = "several labels" if was else "one label"
@@ -465,34 +464,40 @@ def check_widths(task, plan, graph, path):
         task.several = bool(was)
 
 
-def numbers_of_types(ranks, task, plan, graph, path):
-    """Match names of edge types and classes with those of the graph of the checkpoint at `path` -> numbers [T] of the
-    edge types there, or None if they are the same. StoreError for other names, or to train with another order."""
+def match_names(ranks, task, plan, graph, path):
+    """Match names of edge types, classes and features with those of the graph of the checkpoint at `path`, and put the columns
+    of features into the order there -> numbers [T] of the edge types there, or None if they are the same. StoreError for other
+    names, for classes in another order, and to train with edge types in another order."""
     store = task.store
     compared = task.compared(plan)
     numbers = None
     for name, here in names_of(store).items():
         was = graph[name]
-        noun = name.replace("_", " ")
-        if not (f"num_{name}" in compared or name == "edge_types" and plan.conv is None):
+        noun = name.replace("feature_names", "features").replace("_", " ")
+        of_own_model = name == "edge_types" and plan.conv is None
+        if not (f"num_{name}" in compared or name == "feature_names" or of_own_model):
             continue
         if not (here and was):
-            if (here or was) and store.labelled:
+            if (here or was) and (store.labelled or name != "classes"):
                 lacks = f"{store.path} has" if was else "the checkpoint has"
                 ranks.say(f"data    {noun} go by number: {lacks} no names of them")
             continue
         if was[: len(here)] == here:
             continue
-        if plan.trains or name != "edge_types" or {*here} - {*was}:
-            has = "; ".join(here)[:300]
-            if {*here} == {*was}:
-                has = "them in another order"
+        others = sorted({*here} - {*was})
+        by_name = name == "feature_names" or name == "edge_types" and not plan.trains
+        if others or not by_name:
             raise StoreError(
                 f"checkpoint {path} was trained on a graph whose {noun} are {'; '.join(was)[:300]}; "
-                f"{store.path} has {has}"
+                f"{store.path} has {'; '.join(others)[:300] or 'them in another order'}"
             )
-        ranks.say(f"graph   edges have the {noun} of {path} in another order: they go by name")
-        numbers = torch.tensor([was.index(kind) for kind in here])
+        ranks.say(
+            f"data    {store.path} has the {noun} of {path} in another order: they go by name"
+        )
+        if name == "edge_types":
+            numbers = torch.tensor([was.index(kind) for kind in here])
+        else:
+            store.take_columns(was)
     return numbers
 
 

@@ -11,17 +11,8 @@ from pathlib import Path
 import torch
 
 from disk.files import check_name, plural
-from run.flags import (
-    FLAGS,
-    SEEDS,
-    TASKS,
-    make_parser,
-    model_or_default,
-    parsed,
-    spelled,
-    text_of,
-    unused,
-)
+from run.flags import FLAGS, SEEDS, TASKS, make_parser, model_or_default, parsed, unused
+from run.kinds import spelled, text_of
 
 
 def parse_args(argv, complete):
@@ -100,7 +91,7 @@ def check_files(parser, flags):
     for flag in (
         "dataset pairs edge_split resume init checkpoint predict report log curve timeline".split()
     ):
-        name = getattr(flags, flag, None)
+        name = getattr(flags, flag)
         if flag == "dataset":
             name = data and data[1]
         if not name or os.path.exists(name) and not os.path.isfile(name):

@@ -23,20 +23,15 @@ from run import kinds
 from run.kinds import (
     COUNT,
     COUNT_OR_0,
-    FANOUT,
-    MODEL_ARGS,
-    NORM,
-    NUMBER,
     ON_OFF,
     PROBABILITY,
-    RATE,
     SAMPLERS,
-    SEED,
     SIZE,
     SWITCH,
     alike,
     built,
     built_in_model,
+    fanout,
     fixed,
     free,
     gpu_for,
@@ -50,12 +45,12 @@ from run.kinds import (
     one_run,
     parsed_by,
     per_graph,
+    positive,
     prediction,
     spelled,
     text,
 )
-from run.kinds import text_of as text_of
-from run.own_model import conv_of, is_own
+from run.own_model import conv_of, is_own, words_of
 from tasks.node import NodeTask
 
 SEEDS = 1024  # default of --batch-size
@@ -131,7 +126,7 @@ def gpus_here(flags):
 
 def cpu_for_its_mode(flags):
     """Refuse the mode of the CPU with GPUs."""
-    if flags.mode == MODES[3] and flags.gpus:
+    if flags.mode == "cpu-cpu" and flags.gpus:
         return f"trains on CPU: leave out --gpus {flags.gpus}"
 
 
@@ -175,7 +170,7 @@ def table_library(flags):
 
 CORE = dict(
     task=fixed(
-        one_of(*TASKS, tables=[extras.TASKS]),
+        one_of(*TASKS),
         "node",
         "classify nodes, predict edges, or predict targets of small graphs",
         group="data",
@@ -200,13 +195,13 @@ CORE = dict(
     symmetrize=built(SWITCH, False, "add the reverse of every edge of an .npz file"),
     drop_duplicates=built(SWITCH, False, "keep one of several equal edges of an .npz file"),
     fanout=fixed(
-        FANOUT,
+        parsed_by(fanout, "15,10,5"),
         None,
         "neighbours per node, hop by hop from the seeds (DGL: 5,10,15); -1: all; with edge types per type, or by name: writes=10:cites=5,writes=5 (default: 10 a layer)",
         group="sampling",
     ),
     sampler=fixed(
-        one_of(*SAMPLERS, tables=[extras.RULES]),
+        one_of(*SAMPLERS),
         [*SAMPLERS][0],
         "; ".join(f"{name}: {rule.help}" for name, rule in SAMPLERS.items() if rule.help),
     ),
@@ -228,7 +223,7 @@ CORE = dict(
         default_is_off=False,
     ),
     model_args=fixed(
-        MODEL_ARGS,
+        parsed_by(words_of, "A=1,B=x"),
         None,
         "your model is made by NAME(features, classes, A=1, B='x') (default: none)",
         needs=[own_network],
@@ -269,7 +264,9 @@ CORE = dict(
     input_dropout=fixed(
         PROBABILITY, 0.0, "probability on the input features (default: 0)", needs=[built_in_model]
     ),
-    lr=kept(RATE, 0.003, "Adam's learning rate", group="optimisation"),
+    lr=kept(
+        parsed_by(positive(float), "RATE"), 0.003, "Adam's learning rate", group="optimisation"
+    ),
     lr_schedule=kept(
         one_of("constant", "cosine", "linear"),
         "constant",
@@ -277,10 +274,14 @@ CORE = dict(
     ),
     warmup=kept(COUNT, None, "optimizer steps over which the rate rises to --lr (default: none)"),
     clip_norm=kept(
-        NORM, None, "largest norm of the gradients of all weights together (default: any)"
+        parsed_by(positive(float), "NORM"),
+        None,
+        "largest norm of the gradients of all weights together (default: any)",
     ),
     weight_decay=kept(
-        NUMBER, None, "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)"
+        parsed_by(positive(float, zero=True), "X"),
+        None,
+        "Adam's L2 term (default: 0.07 / training nodes; links and graphs: 0)",
     ),
     class_weights=fixed(
         one_of("none", "balanced"),
@@ -307,7 +308,9 @@ CORE = dict(
         needs=[no_early_stop],
     ),
     seed=fixed(
-        SEED, 0, "for initial weights, drawn splits, order, sampling and dropout (default: 0)"
+        parsed_by(positive(int, zero=True, below=2**63), "N"),
+        0,
+        "for initial weights, drawn splits, order, sampling and dropout (default: 0)",
     ),
     runs=alike(
         COUNT, 1, "N seeds: mean and standard deviation; files get names as FILE-seed0 (default: 1)"
@@ -461,8 +464,7 @@ class Flags(Typed):
 
     def values(self):
         """Return {name: value}, without what is not on the command line."""
-        others = ("typed", "run", "turn")
-        return {name: value for name, value in vars(self).items() if name not in others}
+        return {n: v for n, v in vars(self).items() if n not in ("typed", "run", "turn")}
 
 
 def unused(task):

@@ -6,13 +6,11 @@ import importlib.util
 import math
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-from extras import LAYERS, MODELS, RULES, lacking, present
+from extras import LAYERS, MODELS, RULES, TASKS, lacking, present
 from model import CONVS
-from run.own_model import words_of
 from sampler import UNIFORM
 
 present(LAYERS)  # `CONVS` knows the layers of modules that are imported
@@ -23,7 +21,7 @@ def model_or(others):
     """Make an argparse type: a layer's name, FILE.py:NAME, or one of the other names, those of models of graphs."""
 
     def parse(text):
-        text = spelling([*CONVS, *others], (LAYERS, MODELS), text)
+        text = spelling([*CONVS, *others], text)
         file, _, name = text.rpartition(":")
         if text in CONVS or text in others or file.endswith(".py") and name.isidentifier():
             return text
@@ -74,19 +72,19 @@ def positive(kind, zero=False, below=None):
     return parse
 
 
-def spelling(choices, tables, text):
+def spelling(choices, text):
     """Return the one of the choices that a text is but for upper case, - and _, else the text: 'ROC-AUC' -> 'roc_auc'. Refuse
     names of tables of extras/__init__.py whose files are missing."""
-    for table in tables:
+    for table in (TASKS, RULES, LAYERS, MODELS):
         if why := lacking(table, text):
             raise argparse.ArgumentTypeError(why)
     plain = lambda word: word.lower().replace("-", "_")  # noqa: E731
     return next((choice for choice in choices if plain(choice) == plain(text)), text)
 
 
-def one_of(*choices, tables=()):
-    """Make the options of a flag with these values. tables: of extras/__init__.py, which list those of extras."""
-    return {"choices": choices, "type": partial(spelling, choices, tables)}
+def one_of(*choices):
+    """Make the options of a flag with these values."""
+    return {"choices": choices, "type": partial(spelling, choices)}
 
 
 def text(stands_for):
@@ -111,14 +109,7 @@ SWITCH = {"action": "store_true"}
 ON_OFF = {"action": argparse.BooleanOptionalAction}  # --flag and --no-flag
 COUNT = parsed_by(positive(int), "N")
 COUNT_OR_0 = parsed_by(positive(int, zero=True), "N")
-SEED = parsed_by(positive(int, zero=True, below=2**63), "N")
-TIME = parsed_by(positive(int, below=2**63), "N")
-RATE = parsed_by(positive(float), "RATE")
-NORM = parsed_by(positive(float), "NORM")
-NUMBER = parsed_by(positive(float, zero=True), "X")
 PROBABILITY = parsed_by(positive(float, zero=True, below=1), "P")
-MODEL_ARGS = parsed_by(words_of, "A=1,B=x")
-FANOUT = parsed_by(fanout, "15,10,5")
 SIZE = parsed_by(size, "4GiB")
 
 
@@ -136,8 +127,7 @@ def text_of(value):
 # ---- declarations
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """The declaration of a flag.
 
     Attributes:

@@ -25,7 +25,6 @@ from run.plan import (
     check_memory,
     choose_mode,
     fits_split,
-    memory_lines,
     memory_options,
     placements,
     sizes,
@@ -71,7 +70,6 @@ def settle(ranks, flags, task):
     store = task.store
     flags = replace(flags, **task.settled(flags))
     lines = []
-    examples = max(len(store.split["train"]), 1)  # 0 without labels, when nothing is trained
     loader = NodeLoader(
         store,
         store.split["train"],
@@ -92,7 +90,8 @@ def settle(ranks, flags, task):
         "weights": kept_weights(flags, task),
     }
     if flags.weight_decay is None:
-        values["weight_decay"] = task.prior / examples
+        # no example without labels, when nothing is trained
+        values["weight_decay"] = task.prior / max(len(store.split["train"]), 1)
     if flags.turn and flags.split is None and store.num_splits > 1:
         # that of a checkpoint of one seed of --runs
         values["split"] = flags.turn % store.num_splits
@@ -127,11 +126,6 @@ def settle(ranks, flags, task):
     if plan.conv:
         check_memory(ranks, plan, task)
     return plan, used
-
-
-def tell_memory(ranks, flags, task):
-    """Print what the data of a task need in memory in each mode."""
-    ranks.say("\n".join(memory_lines(ranks, flags, task, used_of(flags, task))))
 
 
 def kept_weights(flags, task):
@@ -196,7 +190,7 @@ def place_data(ranks, plan, task, used):
     indptr, indices, labels, features = graph
     over = ask(store.features, "over")
     if store.part:  # exact inference reads all rows
-        store.take_features(over(features))
+        store.take(features=over(features))
     features = cached(ranks, plan, task, used, features)
     options = {"fanouts": plan.fanout, "threads": store.sampling_threads, **options}
     sampler = NeighborSampler(indptr, indices, seed=plan.seed, check=False, **options)
@@ -221,11 +215,6 @@ def cached(ranks, plan, task, used, features):
     for cache in present(CACHES).values():
         features = cache.cached(ranks, plan, task, used, features)
     return features
-
-
-def all_features(store):
-    """Return the features of all nodes as exact inference reads them: of a part of a store, ranks gather unequally often."""
-    return ask(stored(store.features), "uneven")(store.features)
 
 
 def placed_arrays(ranks, plan, task, used):

@@ -16,7 +16,6 @@ from extras import PLACES, STEPS, extra, lacking, present
 from features import MODES, ask, stored
 from model import SAGEConv
 from run.kinds import SAMPLERS
-from run.own_model import conv_of
 
 CORES_A_BATCH = 4  # as native/sampler_cpu.py takes at most
 MOST_BATCHES = 4  # sampled at once by default: rows then arrive as fast as PCIe copies them
@@ -45,13 +44,12 @@ class Placement(NamedTuple):
 
     gpu: int  # of each GPU, for the whole run
     gpu_step: int  # and for a batch
-    rank: int  # host memory of each process, for the whole run
-    rank_step: int  # and for a batch
+    rank_step: int  # host memory of each process for a batch, beside RANK_BYTES for the whole run
     shared: int  # host memory, one copy for all processes of the machine
 
     def fits(self, ranks, free_gpu, free_host, steps=1):
         """Return whether it fits into free memory; with steps=0, without a batch."""
-        on_host = ranks * (self.rank + steps * self.rank_step) + self.shared
+        on_host = ranks * (RANK_BYTES + steps * self.rank_step) + self.shared
         return self.gpu + steps * self.gpu_step <= (free_gpu or 0) and on_host <= free_host
 
 
@@ -104,26 +102,25 @@ def placements(
     the sampler's scratch memory, and rows, or pairs if the outermost hop is not held. What a step computes is held twice.
     """
     V, M, F = store.num_nodes, store.num_edges, store.feature_dim
-    learned = sum(count for count, width in store.node_types.values() if not width)
     id_bytes = store.indices.element_size()
-    row_bytes = F * stored(store.features).dtype.itemsize
     nodes, edges = _largest_hops(V, M, fanout, batch_size)
     widths = [F] + [hidden] * (len(fanout) - 1) + [store.num_classes]
-    layers = list(zip(nodes[-2::-1], widths, widths[1:]))  # outermost first
-    # activations; weights, gradients, Adam's two moments
-    compute = sum(8 * n * ((1 + types) * a + 3 * b) + 32 * a * b for n, a, b in layers)
-    compute += 16 * learned * hidden
-    ahead = {m: batches_ahead(m, cores, sample_threads, prefetch)[1] for m in MODES}
-    held = {m: 1 + 2 * bool(split and m in MODES[2:]) + ahead[m] for m in MODES}
+    # embeddings; activations; weights, gradients, Adam's two moments
+    compute = 16 * hidden * sum(count for count, width in store.node_types.values() if not width)
+    for n, a, b in zip(nodes[-2::-1], widths, widths[1:]):  # of each layer, outermost first
+        compute += 8 * n * ((1 + types) * a + 3 * b) + 32 * a * b
+    held = {}
+    for mode in MODES:
+        more = 3 if split and mode in MODES[2:] else 1
+        held[mode] = more + batches_ahead(mode, cores, sample_threads, prefetch)[1]
     batch = nodes[-1] * F * store.features.dtype.itemsize + id_bytes * (2 * sum(nodes) + sum(edges))
     if store.edge_dim:  # features and ids of the edges
         batch += sum(edges) * (store.edge_dim * store.edge_features.dtype.itemsize + 8)
     typed = store.edge_type.itemsize + 8 if types else 0  # types and ids of the edges
     batch += sum(edges) * typed
-    read = [name for name, column in COLUMNS.items() if not column.asked]
-    columns = [getattr(store, name) for name in ("indptr", "indices", "labels", *read)]
-    graph = sum(column.nbytes for column in columns if column is not None)
-    table = row_bytes * store.features.shape[0]
+    read = ["indptr", "indices", "labels", *(n for n, c in COLUMNS.items() if not c.asked)]
+    graph = sum(part.nbytes for name in read if (part := getattr(store, name)) is not None)
+    table = F * stored(store.features).dtype.itemsize * store.features.shape[0]
     step = {mode: count * batch + compute for mode, count in held.items()}
 
     def tables(mode):
@@ -143,16 +140,18 @@ def placements(
         slot += (4 * edge_dim + 8) * places if edge_dim else 0  # rows and ids
         return step[mode] + (held[mode] * slot + compute) * bool(graphs)
 
-    on_gpu, pinned, copied, on_cpu = MODES
-    whole_run = GPU_BYTES + graph + -(-table // max(split, 1)) + tables(on_gpu)
+    whole_run = GPU_BYTES + graph + -(-table // max(split, 1)) + tables("cuda-cuda")
     return {
-        on_gpu: Placement(whole_run, gpu_step(on_gpu, graphs), RANK_BYTES, 0, 0),
-        pinned: Placement(
-            GPU_BYTES + tables(pinned), gpu_step(pinned, len(fanout)), RANK_BYTES, 0, graph + table
+        "cuda-cuda": Placement(whole_run, gpu_step("cuda-cuda", graphs), 0, 0),
+        "pinned-cuda": Placement(
+            GPU_BYTES + tables("pinned-cuda"),
+            gpu_step("pinned-cuda", len(fanout)),
+            0,
+            graph + table,
         ),
         # pinning rounds up
-        copied: Placement(GPU_BYTES, step[copied], RANK_BYTES, 2 * held[copied] * batch, 0),
-        on_cpu: Placement(0, 0, RANK_BYTES, step[on_cpu], 0),
+        "cpu-cuda": Placement(GPU_BYTES, step["cpu-cuda"], 2 * held["cpu-cuda"] * batch, 0),
+        "cpu-cpu": Placement(0, 0, step["cpu-cpu"], 0),
     }
 
 
@@ -162,26 +161,28 @@ def estimate(store, gpus=0, *, procs=1, free_gpu, free_host, **sizes):
 
     Args:
         gpus: GPUs of this machine to use, one process each; 0: `procs` processes train on CPU.
-        free_gpu: free bytes of the fullest GPU; None: there is none. free_host: free bytes of host memory.
+        free_gpu: free bytes of the fullest GPU; None or 0: there is none. free_host: free bytes of host memory.
         sizes: see `placements`.
     """
     ranks = gpus or procs
     choices = [mode for mode in MODES[:3] if not lacking(PLACES, mode)] if gpus else MODES[3:]
     if sizes.get("split"):
-        choices = [mode for mode in choices if mode != MODES[1]]
+        choices = [mode for mode in choices if mode != "pinned-cuda"]
     if store.part:
         choices = [mode for mode in choices if mode in MODES[2:]]
     room = ranks, free_gpu, free_host
     seeds = range(1, len(store.split["train"]) + 1)
     modes = {}
     size = readable_size
-    on_gpu = "(no GPU here)" if free_gpu is None else f"of {size(free_gpu)} free"
+    on_gpu = f"of {size(free_gpu)} free" if free_gpu else "(no GPU here)"
     for mode, p in placements(store, **sizes).items():
         sized = lambda n: placements(store, **{**sizes, "batch_size": n})[mode]  # noqa: E731
         largest = bisect.bisect_left(seeds, True, key=lambda n: not sized(n).fits(*room))
-        line = f"host {ranks} x ({size(p.rank)} + {size(p.rank_step)} for batches)"
+        line = f"host {ranks} x ({size(RANK_BYTES)} + {size(p.rank_step)} for batches)"
         line += f" + {size(p.shared)} shared" * bool(p.shared)
-        line += f" = {size(ranks * (p.rank + p.rank_step) + p.shared)} of {size(free_host)} free"
+        line += (
+            f" = {size(ranks * (RANK_BYTES + p.rank_step) + p.shared)} of {size(free_host)} free"
+        )
         if mode != "cpu-cpu":
             gpu = f"{size(p.gpu)} + {size(p.gpu_step)} for batches = {size(p.gpu + p.gpu_step)}"
             line = f"each GPU {gpu} {on_gpu}, {line}"
@@ -219,14 +220,12 @@ def choose_mode(store, gpus=0, mode="auto", **options):
 def memory_options(ranks, flags, task, used):
     """Return the keyword arguments of `estimate`. What is free, and the cores, are the least of all
     ranks: they have to choose the same mode."""
-    free_gpu = flags.free_gpu
-    if free_gpu is None:
-        free_gpu = torch.cuda.mem_get_info()[0] if ranks.gpus else 0
+    free_gpu = flags.free_gpu or (torch.cuda.mem_get_info()[0] if ranks.gpus else 0)
     mine = free_gpu, free_host_bytes(), torch.get_num_threads()
     free_gpu, free_host, cores = map(min, zip(*ranks.gather(mine)))
     return {
         "procs": ranks.local_world,
-        "free_gpu": free_gpu or None,
+        "free_gpu": free_gpu,
         "free_host": free_host,
         **sizes(flags, task, used, cores),
     }
@@ -234,12 +233,12 @@ def memory_options(ranks, flags, task, used):
 
 def fits_split(flags, store, mode, options):
     """List the advice to hold the features in the memory of all GPUs together, where each alone has no room for them."""
-    if flags.gpus < 2 or mode == MODES[0] or flags.mode != "auto" or flags.split_features:
+    if flags.gpus < 2 or mode == "cuda-cuda" or flags.mode != "auto" or flags.split_features:
         return []
     modes, _ = estimate(store, flags.gpus, **{**options, "split": flags.gpus})
-    if not modes[MODES[0]].fits:
+    if not modes["cuda-cuda"].fits:
         return []
-    where = f"in the memory of {flags.gpus} GPUs together, for mode {MODES[0]}"
+    where = f"in the memory of {flags.gpus} GPUs together, for mode cuda-cuda"
     return [f"memory  --split-features would hold them {where}"]
 
 
@@ -252,10 +251,9 @@ def memory_lines(ranks, flags, task, used):
     features = sum(size for name, size in disk.items() if name.startswith("features."))
     graph = sum(disk.values()) - features
     lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
-    arrays = modes["pinned-cuda"].placement.shared
+    arrays = graph + features
     if store.part:
         lines["on disk"] += f": {extra('.parts').described_part(store)}"
-        arrays = graph + features
     for mode, fit in modes.items():
         lines[mode] = fit.line
         if fit.largest_batch:
@@ -332,11 +330,11 @@ def averages_in_place(args, store, *dtypes):
     That reads a row for each edge; over PCIe, in pinned-cuda, gathering a row for each node moves less. Codes are decoded in
     the same pass where they are on the device that trains."""
     kinds = {torch.float32, torch.bfloat16}
-    if args.mode in ("auto", MODES[0], MODES[3]) and ask(store.features, "coded"):
+    if args.mode in ("auto", "cuda-cuda", "cpu-cpu") and ask(store.features, "coded"):
         kinds.add(torch.int8)
     if store.node_types or args.edge_features or args.input_dropout or args.mode == "pinned-cuda":
         return False
-    return conv_of(args.model) is SAGEConv and kinds.issuperset(dtypes)
+    return args.conv is SAGEConv and kinds.issuperset(dtypes)
 
 
 def counted(args, task, used):

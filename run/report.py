@@ -18,7 +18,7 @@ import torch
 from torch.profiler import record_function
 from tqdm import tqdm
 
-from disk.files import SPLITS, StoreError, plural, readable_size, write_whole
+from disk.files import SPLITS, StoreError, listed, plural, readable_size, write_whole
 from extras import extra
 from run.kinds import spelled
 from tasks.metrics import METRICS, scores_line
@@ -39,7 +39,7 @@ class Clock:
         self.events = []
         self.zero = time.perf_counter()
         self.traced = torch.autograd.profiler._is_profiler_enabled
-        self.first = self.mark() if cuda else None
+        self.first = cuda and self.mark()
 
     def mark(self):
         """Record an event on the current stream -> the event."""
@@ -70,7 +70,6 @@ class Clock:
             torch.cuda.synchronize()
         at = lambda event: self.first.elapsed_time(event) / 1e3  # noqa: E731
         self.laps += [(stage, at(start), at(end), "GPU") for stage, start, end in self.events]
-        self.events = []
         sums = dict.fromkeys(STAGES, 0)
         for stage, start, end, _ in self.laps:
             sums[stage] += end - start
@@ -84,19 +83,18 @@ def write_table(path, chunks):
     import pyarrow.parquet
 
     library = pyarrow.csv.CSVWriter if path.endswith(".csv") else pyarrow.parquet.ParquetWriter
-    count, columns = 0, []
+    first = pyarrow.table(next(chunks))
+    count = 0
 
     def write(file):
-        nonlocal count, columns
-        first = pyarrow.table(next(chunks))
-        columns = first.column_names
+        nonlocal count
         with library(file, first.schema) as writer:
             for chunk in chain([first], map(pyarrow.table, chunks)):
                 writer.write_table(chunk)
                 count += len(chunk)
 
     write_whole(path, write)
-    return count, columns
+    return count, first.column_names
 
 
 class Report:
@@ -156,9 +154,11 @@ class Report:
         heads = [" " * 8] * (len(lines) - 1) + ["result  "]
         self.result = "\n".join(head + line for head, line in zip(heads, lines))
         self.tell(line, {"scores": scores, **figures})
-        exact = {}
-        for part, values in scores.items():
-            exact |= {f"{part} {name}": value for name, value in (values or {}).items()}
+        exact = {
+            f"{part} {name}": value
+            for part, values in scores.items()
+            for name, value in (values or {}).items()
+        }
         self.results(exact)
         return exact
 
@@ -245,8 +245,7 @@ class Report:
             print(f"wrote {path}: {values.dtype} {list(values.shape)}")
         else:
             count, columns = write_table(path, chunks)
-            more = ", ..." * (len(columns) > 6)
-            print(f"wrote {path}: {plural(count, 'row')} of {', '.join(columns[:6])}{more}")
+            print(f"wrote {path}: {plural(count, 'row')} of {listed(columns, 6)}")
 
     def results(self, figures):
         """Write the final scores, {name: value or None}, to TensorBoard, beside the flags."""
@@ -417,11 +416,6 @@ def best_line(plan, start, epoch, score):
     last = plan.trains and 10 * epoch > 9 * epochs
     more = "; it is among the last, more --epochs may help" * last
     return f"best    weights of epoch {epoch} of {epochs}: valid {score}{more}"
-
-
-def kept_line(plan):
-    """Format the line that says how to use the checkpoint that a run has written."""
-    return f"wrote {plan.checkpoint}; --resume {plan.checkpoint} --predict FILE.npy uses it"
 
 
 def exchange(parallel):

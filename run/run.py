@@ -17,13 +17,14 @@ from torch import nn
 
 from disk.files import StoreError
 from extras import extra
-from features import ask
+from features import ask, stored
 from inference import inference, layerwise
 from loader import NodeLoader
 from model import graph_degrees, is_gnn
 from run import own_model
 from run.flags import TASKS, Plan
-from run.placement import all_features, cached, place_data, reading_all_edges, settle, tell_memory
+from run.placement import cached, place_data, reading_all_edges, settle, used_of
+from run.plan import memory_lines
 from run.report import plan_lines
 from sampler import NeighborSampler, mix
 from sources import prepare as datasets
@@ -113,7 +114,7 @@ def dry_run(ranks, flags, path):
     stands for all."""
     task = TASKS[flags.task].opened(flags, path, ranks.say)
     if task.placed:
-        tell_memory(ranks, flags, task)
+        ranks.say("\n".join(memory_lines(ranks, flags, task, used_of(flags, task))))
     plan, used = settle(ranks, flags, task)
     if task.placed:
         cached(ranks, plan, task, used, task.store.features)
@@ -247,7 +248,8 @@ class Run:
             logits = self.exact_in_batches(model, layers)
         else:
             graph = store
-            x = all_features(store)
+            # of a part of a store, ranks gather rows unequally often
+            x = ask(stored(store.features), "uneven")(store.features)
             label = self.sampler.spec.label
             types = None if label is None else label.whole_graph()
             options = {"x": x, "edges": self.used.edges, "types": types}

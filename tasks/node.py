@@ -10,7 +10,7 @@ from disk.files import StoreError, read_meta
 from extras import extra
 from sources.splits import choose_split, split_of
 from tasks.metrics import ERRORS, METRICS, binary_cross_entropy, cross_entropy, metrics_with, score
-from tasks.task import Task, described, gnn, names_of_nodes, open_graph, rows_of_nodes
+from tasks.task import Task, described, gnn, open_graph, rows_of_nodes
 
 
 def hash_of(name):
@@ -88,7 +88,7 @@ class NodeTask(Task):
 
     def keys(self, ids):
         """Return the ids or, of nodes with names, hashes of these."""
-        names = names_of_nodes(self.store)
+        names = self.store.each_name()
         if names is None:
             return ids
         wanted = torch.zeros(self.store.num_nodes, dtype=torch.bool)
@@ -163,9 +163,7 @@ class NodeTask(Task):
         logits = run.exact()
         scored = lambda nodes: self.scored(run, logits[nodes], store.labels[nodes])  # noqa: E731
         exact = {part: scored(nodes) for part, nodes in store.split.items()}
-        how = "exact: all neighbours"
-        if run.by_layers:
-            how += ", layer by layer"
+        how = "exact: all neighbours" + ", layer by layer" * run.by_layers
         exact = self.say_exact(report, exact, how)
         report.others(self, scored)
         if args.report and run.ranks.leads:

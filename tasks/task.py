@@ -166,9 +166,13 @@ class Task:
     def output(self, run, network, batch, key):
         """Run the network on a batch -> logits [S, C] of the seeds, or embeddings [S, D]."""
         if is_gnn(run.model):
-            first = run.ring.first_hop
-            edges = batch.edges or None
-            return network(batch.blocks, batch.x, key=key, aggregated=first, edges=edges)
+            return network(
+                batch.blocks,
+                batch.x,
+                key=key,
+                aggregated=run.ring.first_hop,
+                edges=batch.edges or None,
+            )
         # of another function, `embeddings`, any width
         width = self.store.num_classes if isinstance(network, torch.nn.Module) else None
         return output_of_own(width, network, batch)
@@ -202,19 +206,6 @@ def described(args, store):
     return features, f"{args.model}, {shape}", fanout
 
 
-def in_chunks(count, width):
-    """Yield slices of `count` rows of `width` numbers, CHUNK numbers at a time; an empty one without rows."""
-    step = max(1, CHUNK // width)
-    for first in range(0, max(count, 1), step):
-        yield slice(first, min(first + step, count))
-
-
-def names_of_nodes(store):
-    """Yield the names of the nodes, in order; None without names."""
-    record = store.meta["files"].get(NAMES)
-    return extra(".names", "names of nodes").read(store.path, record) if record else None
-
-
 def as_stored(store, names):
     """Convert names of nodes of a store, a list of text, to an array, int64 if they were integers."""
     return np.array(names, store.meta["files"][NAMES]["dtype"])
@@ -223,19 +214,23 @@ def as_stored(store, names):
 def rows_of_nodes(store, outputs, columns):
     """Yield a table of all nodes in chunks, {column: values}: `node`, its name or, without names, its number, within its
     `type` if nodes have types; and what columns(rows of the outputs [V, n]) returns."""
-    names = names_of_nodes(store)
-    types = np.array([*store.node_types])
-    ends = np.cumsum([count for count, _ in store.node_types.values()])
-    for rows in in_chunks(*outputs.shape):
-        node = np.arange(rows.start, rows.stop)
-        table = {}
-        if len(types):
-            kind = np.searchsorted(ends, node, side="right")
-            table["type"] = types[kind]
-            node = node - np.array([0, *ends])[kind]
-        if names:
-            node = as_stored(store, [*islice(names, len(node))])
-        yield {**table, "node": node, **columns(outputs[rows])}
+    names = store.each_name()
+    for nodes in torch.arange(len(outputs)).split(max(1, CHUNK // outputs.shape[1])):
+        some = names and as_stored(store, [*islice(names, len(nodes))])
+        table = node_columns(store, "type", "node", nodes.numpy(), some)
+        yield {**table, **columns(outputs[nodes])}
+
+
+def node_columns(store, type, name, nodes, names):
+    """Return columns of a table that say which nodes [n] are meant, {type: [n], name: [n]}: their types, if nodes have any,
+    and their names or, if these are None, numbers within the types."""
+    table = {}
+    if store.node_types:
+        starts = np.cumsum([0, *(count for count, _ in store.node_types.values())])
+        kind = np.searchsorted(starts, nodes, side="right") - 1
+        table[type] = np.array([*store.node_types])[kind]
+        nodes = nodes - starts[kind]
+    return {**table, name: nodes if names is None else names}
 
 
 def numbered_columns(rows):
@@ -246,8 +241,9 @@ def numbered_columns(rows):
 def gnn(args, widths, out_dim, target_scale=None):
     """Build the GNN that the flags describe. target_scale: as for `GNN`."""
     conv = args.conv
-    names = "hidden num_layers heads dropout input_dropout norm residual".split()
-    options = {name: getattr(args, name) for name in names}
+    options = {}
+    for name in "hidden num_layers heads dropout input_dropout norm residual".split():
+        options[name] = getattr(args, name)
     if conv.uses_types:
         options["num_types"] = widths["num_edge_types"]
         options["bases"] = args.bases

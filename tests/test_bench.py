@@ -21,7 +21,7 @@ import model
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, gpu_graph, picture, predict
+from bench import attack, defaults, gpu_graph, picture, predict
 from bench import gpu as bench_gpu
 from bench.tools import exit_code
 from extras.graph_store import block_diagonal
@@ -130,6 +130,27 @@ def test_bench_accuracy_trains_on_the_largest_component(tmp_path, monkeypatch):
         monkeypatch.setattr(bench_accuracy.tools, "training_log", None)
     figure = figures["cora, gcn, all neighbours"]
     assert figure["test"] > 70 and "--lr 0.03" in figure["flags"] and len(figure["trials"]) == 2
+
+
+def test_bench_defaults_trains_once_for_each_test_fold(tmp_path, monkeypatch):
+    """Rings of three and of four nodes, which logistic regression tells apart by their numbers of nodes, and tags do."""
+    sizes = 3 + np.arange(30) % 2
+    ends = [[[i, (i + 1) % n], [(i + 1) % n, i]] for n in sizes for i in range(n)]
+    offsets = np.append(0, sizes.cumsum())
+    rings = {"node_offsets": offsets, "edge_offsets": 2 * offsets, "labels": sizes}
+    rings["edge_index_local"] = np.concatenate(ends).T.astype(np.uint16)
+    rings["node_tag"] = np.repeat(sizes, sizes).astype(np.uint8)
+    np.savez(tmp_path / "rings.npz", **rings, fold=np.arange(30) // 2 % 3)
+    monkeypatch.setattr(defaults, "FOLDS", 3)
+    flags = "--task graph --epochs 20 --hidden 8 --dropout 0 --lr 0.03 --metric accuracy"
+    monkeypatch.setattr(defaults, "ROWS", {"rings": ("rings", flags, "accuracy", "")})
+    for _ in range(2):  # rows that are there are not run again
+        words = f"defaults --data {tmp_path} --code {HERE}"
+        (row,) = _bench(words, tmp_path / "out.json")["defaults"].values()
+        monkeypatch.setattr(defaults, "train", None)
+    scores = row["scores"]
+    assert row["n"] == len(scores["test"]) == 3 and row["test"] > 90
+    assert scores.get("logistic regression", []) in ([], [100] * 3)  # takes scikit-learn
 
 
 def test_bench_picture_draws_what_is_committed(tmp_path, monkeypatch):

@@ -287,11 +287,11 @@ def test_predictions_go_by_the_names_of_the_feature_columns(model, backend, tmp_
         assert code == 2 * (name == "renamed"), printed[name]
         logits[name] = np.load(file) if code == 0 else None
     assert (logits["x"] == logits["other"]).all() and (logits["x"] == logits["unnamed"]).all()
-    said = "feature columns are put into the checkpoint's order by name"
-    assert said in printed["other"] and "columns" not in printed["x"]
-    lost = f"the feature 'income'; {paths['renamed']} lacks it and has 'salary' instead"
+    said = f"has the features of {tmp_path}/c.pt in another order: they go by name"
+    assert said in printed["other"] and said not in printed["x"]
+    lost = f"whose features are age; income; rooms; {paths['renamed']} has salary"
     assert lost in printed["renamed"]
-    assert f"by position: {paths['unnamed']} has no names" in printed["unnamed"]
+    assert f"features go by number: {paths['unnamed']} has no names" in printed["unnamed"]
     reordered, plain = stores["other"], stores["x"].features.gather(torch.arange(200))
     for wrong in (names[:2], [*names, "z"], ["age", "age", "rooms"]):
         _refuses("columns age, .* are asked for, it has rooms, age", reordered.take_columns, wrong)

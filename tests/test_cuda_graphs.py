@@ -942,7 +942,7 @@ def test_a_cuda_step_graph_that_cannot_be_says_why(tmp_path):
         assert bool(cuda_graphs.unsupported_reasons(args, data, data.used)) != is_placement
     run = types.SimpleNamespace(**run, ranks=ddp.Ranks())
     assert cuda_graphs.unsupported(run) == "there is no GPU"
-    sage = types.SimpleNamespace(model="sage", input_dropout=0.0, mode="cuda-cuda")
+    sage = types.SimpleNamespace(conv=model.SAGEConv, input_dropout=0.0, mode="cuda-cuda")
     for asked, averages in ((True, False), (None, True)):
         sage.edge_features = asked
         assert cuda_graphs.averages_in_place(sage, data, torch.float32) == averages

@@ -130,7 +130,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "disjoint|src_seed|seeds_before|(self|spec|law|b|batch)(\\.|->)pairs|PAIR|put_pair|slot_of|grouped|(src|dst|edge|num|know)_groups?\\b|AT\\(",
     ),
     "links": (
-        "extras/links.py extras/ranking.py extras/edge_split.py extras/common_neighbours.py native/links.cu",
+        "extras/links.py extras/ranking.py extras/edge_split.py extras/common_neighbours.py extras/paths.py native/links.cu",
         "LinkTask|[nN]egatives|scorer|edge_split|are_links|OF_LINKS|load_links",
     ),
     "small graphs": (
@@ -159,7 +159,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     ),
     "names": (
         "extras/names.py",
-        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures|name_features",
+        "(node|class|feature)_names|NAMES|(read|write|check)_names|ReorderedFeatures",
     ),
     "memory plan": (
         "run/plan.py",
@@ -172,7 +172,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
     "DGL and PyG": ("extras/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
     "pictures, traces": (
         "extras/pictures.py",
-        "timeline|tensorboard|profile\\b|[.]curve|draw_curve|matplotlib|SummaryWriter",
+        "timeline|tensorboard|profile\\b|[.]curve|matplotlib|SummaryWriter",
     ),
     "own model file": (
         "run/own_model.py",
@@ -266,9 +266,9 @@ def _crowded(tree):
 
 
 def _long_returns(tree):
-    """Yield returns of more than 3 values; a backward of autograd has to have as many as its forward has arguments."""
+    """Yield returns of more than 3 values; gradients of autograd have to be as many as its forward has arguments."""
     for function in _walked(tree):
-        if isinstance(function, ast.FunctionDef) and function.name != "backward":
+        if isinstance(function, ast.FunctionDef) and function.name not in ("backward", "gradients"):
             for node in ast.walk(function):
                 if isinstance(node, ast.Return) and isinstance(node.value, ast.Tuple):
                     if len(node.value.elts) > 3:
@@ -607,7 +607,7 @@ DELETED = {  # an extra: its files, all for ""; commands that are then refused, 
     "labor": ("labor", "train('--sampler labor')"),
     "exclude": ("exclude", "train('--task link')"),
     "disjoint": ("disjoint", "NeighborSampler(*graph, [2], disjoint=True)"),
-    "links": ("links ranking edge_split common_neighbours", "train('--task link')"),
+    "links": ("links ranking edge_split common_neighbours paths", "train('--task link')"),
     "small graphs": ("graphs graph_store molecules regressor", "train('--task graph', **small)"),
     "tables": ("graph_tables tables", "tables()"),
     "CUDA graphs": ("step_graphs", "train('--cuda-graph off')"),

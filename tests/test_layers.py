@@ -854,6 +854,9 @@ def test_kernels_take_tables_of_2_to_the_32_numbers(kernels, dtype, tmp_path):
         )
     assert all(map(torch.equal, *results))
     code = (kernels_gpu if on_gpu else on_tensors).load(torch.int32, dtype, dtype, h.device)
+    if on_gpu:  # a thread has four columns
+        with pytest.raises(RuntimeError, match="4,294,967,296 threads"):
+            code.run("relu_dropout", 1 << 30, width=16)
     # an edge of each source, and its destination
     lists = dict(start=places, size=torch.ones(N).int(), destination=places + far, N=N, whole=1)
     lists |= dict.fromkeys(["indices", "edge", "end", "tile_sums", "tiles"])

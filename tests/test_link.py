@@ -14,7 +14,7 @@ import torch
 import ddp
 import train
 from disk.columns import ALWAYS
-from extras import common_neighbours, edge_split, ranking
+from extras import common_neighbours, edge_split, paths, ranking
 from extras import links as link
 from inference import inference
 from loader import Batch, Graph, NodeLoader, from_edge_index
@@ -48,6 +48,7 @@ def ways(request, monkeypatch):
         monkeypatch.setattr(ranking, "kernels", kernels_gpu)
         monkeypatch.setattr(edge_split, "kernels", kernels_gpu)
         monkeypatch.setattr(common_neighbours, "kernels", kernels_gpu)
+        monkeypatch.setattr(paths, "kernels", kernels_gpu)
 
 
 def _link_graph(folder, nodes=300, edges=1500, seed=0, symmetrize=True, **changes):
@@ -335,11 +336,11 @@ def _some_of(graph, step, count):
     return torch.randperm(len(graph.pairs["train"]), generator=generator)[:count]
 
 
-def _sampled(links, draw, seeds, step, step_seeds):
-    """Return (blocks, y) of a step's pairs, as `NodeLoader` makes them."""
+def _sampled(links, draw, seeds, step, step_seeds, **other):
+    """Return (blocks, y) of a step's pairs, as `NodeLoader` makes them; other: options of the sampler instead."""
     batch = Batch([], None, None, seeds, global_step=step, step_seeds=step_seeds)
     nodes, options, y = links.draw(batch)
-    return draw.sample(nodes, step, **options), y
+    return draw.sample(nodes, step, **options | other), y
 
 
 def _edges_of(block):
@@ -359,13 +360,14 @@ def test_no_positive_of_a_step_lies_in_its_blocks(kind, tmp_path, ways):
     edge_times = graph.edge_time if timed else None
     csc = graph.indptr, graph.indices
     draw = NeighborSampler(*csc, [-1, -1], edge_ids=True, edge_times=edge_times)
-    links = link.Links(graph, *csc, negatives=2, exclude=kind != "leak")
+    links = link.Links(graph, *csc, negatives=2)
+    kept = {"exclude": None} if kind == "leak" else {}
     hops = {hop_key(0, step, hop) for step in range(-1, 9) for hop in range(9)}
     assert hops.isdisjoint(link.mix(links.key ^ step) for step in range(9))
     for step in range(20):
         everyone = _some_of(graph, step, 60)
         seeds = everyone[20:40]
-        blocks, y = _sampled(links, draw, seeds, step, everyone)
+        blocks, y = _sampled(links, draw, seeds, step, everyone, **kept)
         nodes = blocks[-1].src_nodes[: blocks[-1].num_dst]
         assert y.shape == (20, 4)
         assert torch.equal(nodes[y[:, :2]].long(), graph.pairs["train"][seeds])
@@ -457,7 +459,15 @@ def test_what_nodes_have_in_common_is_what_plain_python_counts(timed, strict, wa
             shared = ({*seen(u)} & {*seen(v)}) - {u, v}
             degrees = [max(len(seen(w)), 1) for w in shared]
             sums = [math.log1p(sum(g(d) for d in degrees) / g(typical)) for g in weights]
-            assert row[:5] == pytest.approx([*sums, math.log1p(len(seen(v, True)))], abs=1e-5)
+            if not timed:  # paths u <- a <- b -> v of four different nodes
+                paths = {(a, b) for a in seen(u) for b in {*seen(a)} & {*seen(v)}}
+                paths = [path for path in paths if len({u, v, *path}) == len({u, v}) + 2]
+                share = sum(
+                    math.prod(weights[1](max(len(seen(w)), 1)) for w in path) for path in paths
+                )
+                sums.append(math.log1p(share / weights[1](typical) ** 2))
+            expected = [*sums, math.log1p(len(seen(v, True)))]
+            assert row[: len(expected)] == pytest.approx(expected, abs=1e-5)
             if timed and seen(v, True):
                 here = destination == v
                 last = max(t for t in times[here].tolist() if t < now)
@@ -538,24 +548,31 @@ def _timed_links(folder, nodes=200, edges=1200, **changes):
     return _link_graph(folder, nodes, edges, edge_time=times, **changes)
 
 
-@pytest.mark.parametrize("times_of", ["edges", "edges of types", "nodes"])
+@pytest.mark.parametrize("times_of", ["edges", "edges of types", "nodes", "nodes, both ways"])
 def test_a_pair_has_the_time_of_its_first_edge_or_of_the_later_of_its_nodes(times_of, tmp_path):
-    """Lists of edges are by type, then time."""
+    """Lists of edges are by type, then time. What the scorer knows of a destination holds nothing of the pair's own edges."""
     rng, sizes = np.random.default_rng(5), dict(nodes=40, edges=500)
-    if times_of == "nodes":
-        kinds, choose = {"node_time": rng.integers(0, 500, 40)}, max
-        graph = _link_graph(tmp_path, **sizes, **kinds, symmetrize=False)
+    if "nodes" in times_of:
+        kinds = {"node_time": rng.integers(0, 500, 40), "symmetrize": "both" in times_of}
+        graph = _link_graph(tmp_path, **sizes, **kinds)
+        known = {frozenset(pair): kinds["node_time"][[*pair]].max() for pair in _pairs_of(graph)}
     else:
-        kinds, choose = {"edge_type": np.arange(520) % 3} if "types" in times_of else {}, min
+        kinds = {"edge_type": np.arange(520) % 3} if "types" in times_of else {}
         graph = _timed_links(tmp_path, **sizes, **kinds, symmetrize=not kinds)
         graph.edge_time = graph.edge_time.where(graph.edge_time < 450, 2**63 - 1)
-    known = {}
-    for pair, when in zip(map(frozenset, _pairs_of(graph)), graph.edge_time.tolist()):
-        known[pair] = choose(when, known.get(pair, when))
+        known = {}
+        for pair, when in zip(map(frozenset, _pairs_of(graph)), graph.edge_time.tolist()):
+            known[pair] = min(when, known.get(pair, when))
     for how in ("70/20/10", "time:70/20/10"):
         view = link.split_edges(graph, how, seed=3, timed=True)
         for part, pairs in view.pairs.items():
             assert view.pair_times[part].tolist() == [known[frozenset(p)] for p in pairs.tolist()]
+    pairs, times = view.pairs["train"][::9], view.pair_times["train"][::9]
+    found = link.Evaluation(view).common.pair_features(pairs, times)[:, 4:]
+    for pair, when, columns in zip(pairs.split(1), times.split(1), found):
+        without = edge_split.without_edges(view, edge_split.edges_of(view, None), pair)
+        without = link.Evaluation(without).common.pair_features(pair, when)[0, 4:]
+        assert torch.allclose(columns, without)
     # the last view is split by that time: no pair that is predicted is earlier than one that is learnt from
     train, valid, test = (view.pair_times[part] for part in ("train", "valid", "test"))
     assert train.max() <= valid.min() and valid.max() <= test.min()
@@ -698,9 +715,10 @@ def test_defaults_of_links_yield_to_what_is_typed_and_resumed(tmp_path):
         flags = train.parse_args(f"--task link --gpus 0 {words}".split())
         return flags.model, flags.num_layers, flags.dropout, flags.scorer
 
-    assert chosen("") == ("gcn", 2, 0.3, "ncn")
+    assert chosen("") == ("gcn", 2, 0.3, "paths")
     assert chosen("--dropout 0.5 --fanout 3,3,3 --scorer dot") == ("gcn", 3, 0.5, "dot")
-    assert chosen("--temporal before")[0] == "sage"  # gcn knows no degrees by time
+    # gcn knows no degrees by time, and paths no times
+    assert chosen("--temporal before")[::3] == ("sage", "ncn")
     path = _link_graph(tmp_path).path
     words = (
         f"--dataset {path} --model sage --dropout 0.5 --scorer dot --fanout 3 --hidden 8 --epochs 1"

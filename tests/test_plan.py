@@ -50,17 +50,17 @@ def test_estimate_adds_up(tmp_path):
     nodes, edges = [10, 40, 120], [30, 80]
     batch = 120 * 64 + 4 * (2 * sum(nodes) + sum(edges))
     compute = 8 * (40 * (16 + 3 * 8) + 10 * (8 + 3 * 4)) + 32 * (16 * 8 + 8 * 4)
-    step, rank = 2 * batch + compute, GIB // 2
+    step = 2 * batch + compute
     # batches that are drawn take less
     sampler = NeighborSampler(graph.indptr, graph.indices, [3, 2], backend="torch")
     blocks = sampler.sample(graph.split["train"][:10], 0)
     held = sum(t.numel() * t.element_size() for b in blocks for t in b[:3]) + blocks[0].num_src * 64
     assert held < batch + compute
     expected = {
-        "cuda-cuda": (GIB + ARRAYS + 4000, step, rank, 0, 0),
-        "pinned-cuda": (GIB + 4000, step, rank, 0, ARRAYS),
-        "cpu-cuda": (GIB, step, rank, 4 * batch, 0),
-        "cpu-cpu": (0, 0, rank, step, 0),
+        "cuda-cuda": (GIB + ARRAYS + 4000, step, 0, 0),
+        "pinned-cuda": (GIB + 4000, step, 0, ARRAYS),
+        "cpu-cuda": (GIB, step, 4 * batch, 0),
+        "cpu-cpu": (0, 0, step, 0),
     }
     for mode, figures in expected.items():
         assert modes[mode].placement == figures and modes[mode].fits, mode
@@ -102,9 +102,9 @@ def test_estimate_counts_the_static_memory_of_step_graphs(tmp_path):
     for hops, width in ((2, 2 * 16), (3, 16)):
         counted, frame = of(hops), _frame(_emulated(s, tmp_path), 10, hops)
         assert all(counted[mode] == without[mode] for mode in ("cpu-cuda", "cpu-cpu"))
-        kept = (getattr(frame, name) for name in "memory host_inputs input results read".split())
+        kept = (getattr(frame, name) for name in "host_inputs input results read".split())
         rows = frame.shape[0]
-        slot = sum(t.nbytes for t in (*kept, *frame.kept.values()))
+        slot = sum(t.nbytes for t in (*frame.memory, *kept, *frame.kept.values()))
         slot += torch.empty(rows[-1], width).nbytes
         compute = sum(8 * n * (a + 3 * b) for n, a, b in zip(rows[2::-1], (16, 8, 8), (8, 8, 4)))
         for mode in ("cuda-cuda", "pinned-cuda")[: hops - 1]:
@@ -207,7 +207,7 @@ def test_estimate_chooses_by_what_is_free(tmp_path, monkeypatch, capsys):
     modes, _ = estimate(graph, 2, **ROOM, **options)
     placed = {mode: fit.placement for mode, fit in modes.items()}
     need = {mode: p.gpu + p.gpu_step for mode, p in placed.items()}
-    host = {mode: 2 * (p.rank + p.rank_step) + p.shared for mode, p in placed.items()}
+    host = {mode: 2 * (GIB // 2 + p.rank_step) + p.shared for mode, p in placed.items()}
     for free_gpu, free_host, mode in (
         (need["cuda-cuda"], 8 * GIB, "cuda-cuda"),
         (need["cuda-cuda"] - 1, host["pinned-cuda"], "pinned-cuda"),

@@ -154,10 +154,15 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     monkeypatch.setattr(axes, "set_title", lambda axis, text, loc: said.append(text))
     starts = ((stage, i + 0.1 * j) for i in range(10) for j, stage in enumerate(report.STAGES))
     laps = [(stage, start, start + 0.05, "t") for stage, start in starts]
-    pictures.draw_timeline(laps + [(*lap[:3], "u") for lap in laps], tmp_path / "two.png")
-    pictures.draw_timeline(laps, tmp_path / "one.png")
-    pictures.draw_timeline([], tmp_path / "none.png")
-    pictures.draw_timeline([("optimizer", 0.1, 0.2, "t")], tmp_path / "short.png")
+
+    def draw(laps, name):
+        flags = types.SimpleNamespace(timeline=tmp_path / f"{name}.png")
+        pictures.timeline(types.SimpleNamespace(flags=flags), laps)
+
+    draw(laps + [(*lap[:3], "u") for lap in laps], "two")
+    draw(laps, "one")
+    draw([], "none")
+    draw([("optimizer", 0.1, 0.2, "t")], "short")
     counts = [text.partition(" of an epoch")[0] for text in said[1:]]
     assert counts == ["First 8 training steps", "First 1 training step"]
     one, two = ((tmp_path / f"{name}.png").read_bytes() for name in ("one", "two"))
@@ -166,7 +171,7 @@ def test_each_thread_has_a_row_of_its_own_in_a_timeline(tmp_path, monkeypatch):
     assert not (tmp_path / "none.png").exists()
     # a bar of 1 ms in 1 s is not covered by its white edges
     laps = [("step", 0, 0.999, "GPU"), ("optimizer", 0.3, 0.301, "t")]
-    pictures.draw_timeline([*laps, ("step", 1, 1.001, "GPU")], tmp_path / "thin.png")
+    draw([*laps, ("step", 1, 1.001, "GPU")], "thin")
     colors = pytest.importorskip("matplotlib.image").imread(tmp_path / "thin.png")[..., :3]
     brown = torch.tensor([140, 86, 75]) / 255
     assert ((torch.tensor(colors) - brown).abs().amax(2) < 0.1).sum() > 20
@@ -215,7 +220,9 @@ def test_the_curve_of_a_run_is_that_of_its_log(tiny, tmp_path, monkeypatch, caps
         (errors, None, [("validation rmse", [1], [2])]),
         (None, None, []),
     ):
-        pictures.draw_curve([{**figures, "valid": valid}], curve, "t", metric, 1)
+        flags = types.SimpleNamespace(curve=curve, dataset="d", model="m", seed=0)
+        run = types.SimpleNamespace(flags=flags, epochs=[{**figures, "valid": valid}])
+        pictures.curve(run, types.SimpleNamespace(metric=metric), {"epoch": 1, "model": True})
         assert drawn[-1][1][1:-1] == score
 
 
