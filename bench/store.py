@@ -173,7 +173,7 @@ def rank_of_run(ranks, args, path, each, way, file):
     passes = 3 - ranks.world
     if passes > 1:
         before = tools.read_json(file)
-        planned = {name: int(before[name] / 2) for name in ("room", "lookahead")}
+        planned = {"room": int(before["room"] / 2), "lookahead": int(before["lookahead"])}
     figures = train_from_disk(args, path, ROUNDS, each * passes, way, ranks, passes, **planned)
     del figures["rates"]
     total = dict(zip(figures, ranks.sum(*figures.values())))
