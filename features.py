@@ -315,7 +315,7 @@ class FeatureRing:
         kept = self.buffers[name]
         if kept[slot] is None or kept[slot].numel() < size:
             kept[slot] = None  # free its memory before more is allocated
-            total = 1 << (size - 1).bit_length()
+            total = 1 << (size - 1).bit_length() if size else 0
             kept[slot] = torch.empty(
                 total, dtype=torch.uint8, device="cpu", pin_memory=self.device.type == "cuda"
             )

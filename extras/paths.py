@@ -27,7 +27,7 @@ class Paths:
         code = kernels.load_links(edges.sources.dtype, pairs.device)
         if not code:
             return self._between(pairs)
-        lanes = 32 if pairs.is_cuda else 4
+        lanes = 128 if pairs.is_cuda else 4
         sums = torch.zeros(len(pairs), lanes, device=pairs.device)
         values = {
             "pairs": pairs.contiguous(),

@@ -365,29 +365,41 @@ class Evaluation:
         kept &= (nodes >= first) & (nodes < end)
         return others.masked_scatter(found.masked_scatter(found, kept), nodes[kept])
 
-    @torch.no_grad()
     def __call__(self, scorer, h, part, ranks=None):
         """Evaluate part "valid" or "test" -> {metric: value}, the same on every rank; None without pairs.
         h: float [V, D] embeddings of all nodes, on the CPU; if pairs have times, [n, D] of those of the `Examples`."""
+        return self.several([scorer], h, part, ranks)[0]
+
+    @torch.no_grad()
+    def several(self, scorers, h, part, ranks=None):
+        """Evaluate with each of the scorers, for which features of pairs are computed once -> list, as of calls."""
         examples = self.examples[part]
         count = len(examples.pairs)
         if not count:
-            return None
-        scorer = scorer.on_host(h.dtype)
+            return [None] * len(scorers)
+        scorers = [scorer.on_host(h.dtype) for scorer in scorers]
         mine = ranks.part(count) if ranks else slice(None)
         pairs = examples.pairs[mine]
-        others = None if examples.others is None else examples.others[mine]
-        columns = [
-            self.logits(scorer, h, pairs, examples),
-            self.logits(scorer, h, examples.random[mine], examples),
-            # 0: with nothing to be ranked against
-            self._ranks(scorer, h, pairs, others, examples) * examples.ranked[mine],
-            examples.queries[mine],
-        ]
-        results = torch.stack(columns, 1)
-        if ranks:
-            results = torch.cat(ranks.gather(results))
-        positive, negative, place, queries = results.unbind(1)
+        if examples.others is None:
+            places = self._among_all(scorers, h, pairs)
+        else:
+            places = self._among(scorers, h, pairs, examples.others[mine], examples)
+        found = []
+        for scorer, place in zip(scorers, places.unbind(1)):
+            columns = [
+                self.logits(scorer, h, pairs, examples),
+                self.logits(scorer, h, examples.random[mine], examples),
+                place * examples.ranked[mine],  # 0: with nothing to be ranked against
+                examples.queries[mine],
+            ]
+            results = torch.stack(columns, 1)
+            if ranks:
+                results = torch.cat(ranks.gather(results))
+            found.append(self._figures(*results.unbind(1)))
+        return found
+
+    def _figures(self, positive, negative, place, queries):
+        """Compute {metric: value} of the scores of pairs and of random ones, the pairs' ranks and queries, all [P]."""
         scores = torch.cat([positive, negative])
         y = torch.cat([torch.ones_like(positive), torch.zeros_like(negative)])
         by_name = {
@@ -399,11 +411,12 @@ class Evaluation:
 
     def baselines(self, part, ranks):
         """Evaluate the columns of `common` as scorers -> {name: {metric: value}}, or {} without pairs."""
+        if not len(self.examples[part].pairs):
+            return {}
         count = self.graph.num_nodes if not self.timed else len(self.examples[part].nodes)
-        h = torch.zeros(count, 1)
         names = self.common.columns
-        found = {name: self(Baseline(j), h, part, ranks) for j, name in enumerate(names)}
-        return {name: scores for name, scores in found.items() if scores}
+        scorers = [Baseline(j) for j in range(len(names))]
+        return dict(zip(names, self.several(scorers, torch.zeros(count, 1), part, ranks)))
 
     @torch.no_grad()
     def logits(self, scorer, h, pairs, examples=None):
@@ -412,64 +425,70 @@ class Evaluation:
         logits = [h.new_zeros(0)]
         for part in pairs.split(1 << 16):
             source, destination = part.unbind(1)
-            features = self._features(scorer, examples, source, destination)
+            features = self._features(scorer.columns, examples, source, destination)
             logits.append(scorer(h[source], h[destination], features))
         return torch.cat(logits)
 
-    def _features(self, scorer, examples, source, destination):
-        """Compute the features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast -> [..., columns];
-        None for a scorer that takes none."""
-        if not scorer.columns:
+    def _features(self, count, examples, source, destination):
+        """Compute the first `count` features of pairs of nodes, or of indices into `nodes` of the examples, that broadcast ->
+        [..., count]; None for 0."""
+        if not count:
             return None
         pairs = torch.stack(torch.broadcast_tensors(source, destination), -1)
         times = None
         if self.timed and examples:  # else as of the end of time
             times = examples.times[pairs[..., 0]].flatten()
             pairs = examples.nodes[pairs]
-        features = self.common.pair_features(pairs.view(-1, 2), times, scorer.columns)
-        return features.view(*pairs.shape[:-1], scorer.columns)
+        features = self.common.pair_features(pairs.view(-1, 2), times, count)
+        return features.view(*pairs.shape[:-1], count)
 
-    def _against_all(self, scorer, h, source):
-        """Score every node as a destination of source [n] -> logits [n, V]."""
-        count = scorer.columns
-        features = self.common.against_all(source, count) if count else None
-        return scorer.against_all(h[source], h, features)
+    def _every_chunk(self, scorers, h, sources):
+        """Yield sources int64 [n] in chunks -> (index of the first, sources [m], their features with every node [m, V, columns]
+        or None), as many as can be scored at a time."""
+        count = max(scorer.columns for scorer in scorers)
+        wide = any(scorer.kind == "mlp" for scorer in scorers)
+        width = len(h) * (h.shape[1] if wide else max(count, 1))
+        first = 0
+        for some in sources.split(max(1, CHUNK // width)):
+            yield first, some, self.common.against_all(some, count) if count else None
+            first += len(some)
 
-    def _ranks(self, scorer, h, pairs, others, examples):
-        """Rank each pair [n, 2] against `others` [n, K], or all nodes if None -> ranks [n], from 1."""
-        width = self.graph.num_nodes if others is None else others.shape[1]
-        if others is not None or scorer.kind == "mlp":
-            width *= h.shape[1]
-        elif scorer.columns:
-            width *= len(self.common.columns)
-        places = [h.new_zeros(0)]
-        for rows in torch.arange(len(pairs)).split(max(1, CHUNK // width)):
-            source, destination = pairs[rows].unbind(1)
-            destination = destination.unsqueeze(1)
-            if others is None:
-                scores = self._against_all(scorer, h, source)
-                sums = scores.sum(1)
-                positive = scores.gather(1, destination)
-                scores[left_out(self.lists, source)] = -torch.inf
-                if len(self.negatives.ends) > 2:  # of several types
-                    first, end = self.negatives.same_type(destination)
-                    node = torch.arange(len(h))
-                    scores[(node < first) | (node >= end)] = -torch.inf
-                scores.scatter_(1, destination, -torch.inf)
-            else:  # in one product: another would round the scores of equal embeddings otherwise
-                both = torch.cat([destination, others[rows]], 1)
-                features = self._features(scorer, examples, source.unsqueeze(1), both)
-                scores = scorer(h[source].unsqueeze(1), F.embedding(both, h), features)
-                sums = scores.sum(1)
-                positive = scores[:, :1]
-                scores = scores[:, 1:]
-            mask = torch.empty_like(scores)  # floats: torch would convert bools to integers to sum
-            above = torch.gt(scores, positive, out=mask).sum(1)
-            equal = torch.eq(scores, positive, out=mask).sum(1)
-            place = 1 + above + equal / 2
-            # NaN compares as not above: a pair with such a score would rank first
-            places.append(torch.where(sums.isfinite(), place, torch.nan))
-        return torch.cat(places)
+    def _among_all(self, scorers, h, pairs):
+        """Rank each pair [n, 2] against all nodes by each scorer -> ranks [n, S], from 1."""
+        places = h.new_zeros(len(pairs), len(scorers))
+        nodes, which = pairs[:, 0].unique(return_inverse=True)
+        for first, source, features in self._every_chunk(scorers, h, nodes):
+            mine = ((which >= first) & (which < first + len(source))).nonzero().squeeze(1)
+            known = left_out(self.lists, source)
+            for j, scorer in enumerate(scorers):
+                every = scorer.against_all(h[source], h, features)
+                sums = every.sum(1)
+                positive = every[which[mine] - first, pairs[mine, 1]].unsqueeze(1)
+                every[known] = -torch.inf
+                for some, scored in zip(mine.split(len(source)), positive.split(len(source))):
+                    row = which[some] - first
+                    destination = pairs[some, 1:]
+                    scores = every[row].scatter_(1, destination, -torch.inf)
+                    if len(self.negatives.ends) > 2:  # of several types
+                        low, high = self.negatives.same_type(destination)
+                        node = torch.arange(len(h))
+                        scores[(node < low) | (node >= high)] = -torch.inf
+                    places[some, j] = place_of(scored, scores, sums[row])
+        return places
+
+    def _among(self, scorers, h, pairs, others, examples):
+        """Rank each pair [n, 2] against `others` [n, K] by each scorer -> ranks [n, S], from 1."""
+        places = h.new_zeros(len(pairs), len(scorers))
+        count = max(scorer.columns for scorer in scorers)
+        for rows in torch.arange(len(pairs)).split(max(1, CHUNK // others.shape[1] // h.shape[1])):
+            source, destination = pairs[rows].split(1, 1)
+            # in one product: another would round the scores of equal embeddings otherwise
+            both = torch.cat([destination, others[rows]], 1)
+            features = self._features(count, examples, source, both)
+            for j, scorer in enumerate(scorers):
+                scores = scorer(h[source], F.embedding(both, h), features)
+                places[rows, j] = place_of(scores[:, :1], scores[:, 1:], scores.sum(1))
+        return places
 
     @torch.no_grad()
     def best(self, scorer, h, k):
@@ -477,21 +496,30 @@ class Evaluation:
         go to, without edges of the type to predict, in chunks -> (sources, destinations, int64 [n], scores [n], the best first)."""
         scorer = scorer.on_host(h.dtype)
         lists = destinations_of(self.graph.known_of_type)
-        width = len(h) * (h.shape[1] if scorer.kind == "mlp" else len(self.common.columns))
         pairs = self.graph.pairs["train"]
         while len(pairs):
             firsts, ends = self.negatives.same_type(pairs)
             pairs = pairs[(firsts != firsts[0]).any(1)]
             low, first = firsts[0].tolist()
             high, end = ends[0].tolist()
-            for source in torch.arange(low, high).split(max(1, CHUNK // width)):
-                scores = self._against_all(scorer, h, source)
+            for _, source, features in self._every_chunk([scorer], h, torch.arange(low, high)):
+                scores = scorer.against_all(h[source], h, features)
                 check_scores(scores)
                 scores[left_out(lists, source)] = -torch.inf
                 scores, nodes = scores[:, first:end].topk(min(k, end - first))
                 found = scores.isfinite()
                 source = source.unsqueeze(1).expand_as(nodes)
                 yield source[found], first + nodes[found], scores[found]
+
+
+def place_of(positive, scores, sums):
+    """Rank each of positive [n, 1] among scores [n, K], ties in the middle -> [n], from 1. sums [n]: of all scores, not finite
+    where one is NaN: NaN compares as not above, so that a pair with such a score would rank first."""
+    mask = torch.empty_like(scores)  # floats: torch would convert bools to integers to sum
+    above = torch.gt(scores, positive, out=mask).sum(1)
+    equal = torch.eq(scores, positive, out=mask).sum(1)
+    place = 1 + above + equal / 2
+    return torch.where(sums.isfinite(), place, torch.nan)
 
 
 def left_out(lists, source):

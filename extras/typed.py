@@ -136,7 +136,7 @@ def flatten(given) -> dict:
 def _given_by_type(given) -> dict:
     """Return the arguments that are given by type, {name: {type: values}}; StoreError for those of one graph."""
     names = ("features", "labels", "targets", "node_names", "feature_names", *ONE_GRAPH)
-    values = {name: getattr(given, name) for name in names} | given.columns
+    values = given.columns | {name: getattr(given, name) for name in names}
     if isinstance(values.get(EDGE_ORDER.name), bool):  # asks for the order as given
         del values[EDGE_ORDER.name]
     by_type = {name: values for name, values in values.items() if values is not None}

@@ -92,21 +92,25 @@ def functions(integers, source, target, width=0, *, steps=None):
     """
     integers = [t for t in integers if t is not None]
     ids = integers[0].dtype if integers else torch.int32
+    device = source.device
     tensors = [*integers, *(t for t in (source, target, steps) if t is not None)]
     fits = (
         not followed()
         and ids in IDS
         and source.dtype in (TYPES if steps is None else CODES)
         and target.dtype in TYPES
-        and all(t.device == source.device and t.is_contiguous() for t in tensors)
-        and all(t.data_ptr() or not t.numel() for t in tensors)  # meta tensors have no memory
+        and all(
+            # the last: meta tensors have no memory
+            t.device == device and t.is_contiguous() and (t.data_ptr() or not t.numel())
+            for t in tensors
+        )
         # kernels count threads in 32 bits, elements of a block and columns in 31
         and all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
         and source.dim() == target.dim() == 2
         and source.shape[1] < 1 << 31
         and target.numel() < 1 << 32
     )
-    return load(ids, source.dtype, target.dtype, source.device, width) if fits else None
+    return load(ids, source.dtype, target.dtype, device, width) if fits else None
 
 
 def block_kernels(near, source, target=None, *, own=True, nodes=None, steps=None):

@@ -251,9 +251,10 @@ def memory_lines(ranks, flags, task, used):
     features = sum(size for name, size in disk.items() if name.startswith("features."))
     graph = sum(disk.values()) - features
     lines = {"on disk": f"graph {readable_size(graph)}, features {readable_size(features)}"}
-    arrays = graph + features
+    arrays = modes["pinned-cuda"].placement.shared
     if store.part:
         lines["on disk"] += f": {extra('.parts').described_part(store)}"
+        arrays = graph + features
     for mode, fit in modes.items():
         lines[mode] = fit.line
         if fit.largest_batch:

@@ -226,8 +226,8 @@ def test_machines_of_other_flags_or_other_data_are_refused(tiny, tmp_path):
             f"--model's file {sums}",
         ),
         (
-            "",
-            "--task link --dropout 0.5 --edge-split 20/40/40",
+            "--task link",
+            "--task link --edge-split 20/40/40",
             "--edge-split is 85/5/10 on rank 0, 20/40/40 on rank 1",
         ),
         ("", f"--dataset {other}", f"features.npy {sums}"),
