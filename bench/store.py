@@ -61,7 +61,6 @@ TOGETHER = {  # processes, way: all with the same batches and rows in memory, an
     "one process, planned pages": (1, Way("lookahead")),
     "two processes, the kernel's pages": (2, Way("disk")),
 }
-TURNS = 3
 ALONE = ddp.Ranks()
 
 
@@ -174,7 +173,7 @@ def rank_of_run(ranks, args, path, each, way, file):
     passes = 3 - ranks.world
     if passes > 1:
         before = tools.read_json(file)
-        planned = {name: int(before[name] / 2) for name in ("room", "lookahead")}
+        planned = {"room": int(before["room"] / 2), "lookahead": int(before["lookahead"])}
     figures = train_from_disk(args, path, ROUNDS, each * passes, way, ranks, passes, **planned)
     del figures["rates"]
     total = dict(zip(figures, ranks.sum(*figures.values())))
@@ -183,26 +182,24 @@ def rank_of_run(ranks, args, path, each, way, file):
 
 
 def part_procs(args, folder):
-    """Train --batches steps of two batches each, by one process or by two, in turn, on a store that stays in --root -> {name:
-    figures}; "disk allows": batches/s if pages from the disk were all that takes time."""
+    """Train --batches steps of two batches each, by one process or by two, on a store that stays in --root -> {name: figures};
+    "disk allows": batches/s if pages from the disk were all that takes time."""
     path = on_disk(args, args.root)
     table = GraphStore.open(path).features
     file = folder / "figures"
     figures = {}
-    for turn in range(TURNS):
-        for name, (procs, way) in TOGETHER.items():
-            words = args, path, max(1, args.batches // ROUNDS), way, file
-            tools.elsewhere(partial(ddp.launch, rank_of_run, procs), *words)
-            total = tools.read_json(file)
-            pages = total["read"] / total["batches"] / mmap.PAGESIZE
-            figures[f"{name}, {turn + 1}"] = {
-                "batches_per_s": total["batches_per_s"],
-                "MB read a batch": pages * mmap.PAGESIZE / 1e6,
-                "disk allows": reads_per_second(table) / max(pages, 1e-9),
-                "cpu ms a batch": 1e3 * total["cpu"] / total["batches"],
-                "GB of planned pages": total["room"] / procs / 1e9,
-                "peak_anonymous": total["peak_anonymous"],
-            }
+    for name, (procs, way) in TOGETHER.items():
+        words = args, path, max(1, args.batches // ROUNDS), way, file
+        tools.elsewhere(partial(ddp.launch, rank_of_run, procs), *words)
+        total = tools.read_json(file)
+        pages = total["read"] / procs / mmap.PAGESIZE
+        figures[name] = {
+            "batches_per_s": total["batches_per_s"],
+            "MB read a batch": pages * mmap.PAGESIZE / 1e6,
+            "disk allows": reads_per_second(table) / max(pages, 1e-9),
+            "cpu ms a batch": 1e3 * total["cpu"] / procs,
+            "GB of planned pages": total["room"] / procs / 1e9,
+        }
     return tools.print_table(f"{args.features_gb:g} GB of features", figures)
 
 

@@ -281,10 +281,10 @@ def watch(work):
 
 
 def take_rounds(step, path, rounds, each, begin=int):
-    """Call begin() and take rounds of `each` steps, with the files of a store, which no process maps, dropped from the page cache before
-    -> figures of `watch`; batches_per_s: the median rate without the first quarter, in which caches fill; batches, read and
-    cpu: number of batches without this quarter, bytes read from the disk and seconds of all cores for them; rates: of
-    each round; last_loss, equal for all contenders that draw uniformly."""
+    """Call begin() and take rounds of `each` steps, with the files of a store, which no process maps, dropped from the page
+    cache before -> figures of `watch`, and of all rounds but the first quarter, in which caches fill: batches_per_s, the
+    median rate; read, bytes from the disk a batch; cpu, seconds of all threads a batch. rates: of each round; last_loss,
+    equal for all contenders that draw uniformly."""
     for file in Path(path).iterdir():
         with open(file, "rb") as data:
             os.fsync(data.fileno())
@@ -305,11 +305,11 @@ def take_rounds(step, path, rounds, each, begin=int):
     skipped = rounds // 4
     first = used[skipped]
     last = used[-1]
+    batches = each * (rounds - skipped)
     return figures | {
         "batches_per_s": statistics.median(rates[skipped:]),
-        "batches": each * (rounds - skipped),
-        "read": 512 * (last.ru_inblock - first.ru_inblock),
-        "cpu": last.ru_utime + last.ru_stime - first.ru_utime - first.ru_stime,
+        "read": 512 * (last.ru_inblock - first.ru_inblock) / batches,
+        "cpu": (last.ru_utime + last.ru_stime - first.ru_utime - first.ru_stime) / batches,
         "last_loss": loss,
         "rates": rates,
     }

@@ -154,7 +154,7 @@ class Column:
     describe: Callable  # of an open graph -> words for the log
     dtype: str | None = None  # of the file; None: that of the checked array
     takes: tuple | None = None  # metavar and help of the flag; None: as in USAGE
-    cells: type = np.float64  # of tables; those of int64 identify, and may be text to be numbered
+    cells: type = float  # of tables; those of str identify, and are numbered if they are text
     wide: bool = False  # whether its rows are vectors: [M, D] or [V, D]
     # of nodes, which need it: its values [n] of some types -> that of nodes of types without it
     elsewhere: Callable | None = None
@@ -206,7 +206,7 @@ EDGE_TYPE = Column(  # its relation, numbered from 0; each neighbour list is sor
     check=check_types,
     aliases=("edge_type", "edata.edge_type", "edata.etype", "edata._TYPE"),
     flag="types",
-    cells=np.int64,
+    cells=str,
     describe=described_edge_types,
 )
 EDGE_TIME = Column(  # when an edge appeared; each list, or each type's part of it, is sorted by it
@@ -226,7 +226,7 @@ EDGE_FEATURES = Column(  # for layers that see edges
     aliases=("edge_features", "edge_attr", "edata.feat", "edata.edge_features", "edata.edge_attr"),
     flag="edge_features",
     takes=("COLUMNS", f"{USAGE['edge'][1]}; several columns as a,b,c"),
-    cells=np.float32,
+    cells=list,
     describe=lambda graph: f"features {graph.edge_dim} x {graph.meta['edge_dtype']}",
 )
 NODE_TIME = Column(  # the time at which a node is classified

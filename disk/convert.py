@@ -35,6 +35,9 @@ NO_DATE = sorted(
     {cut for k in (0, 3, 6, 9) for cut in (-(1 << 63) // 10**k, -((1 << 63) // 10**k))}
 )
 NO_TIME = "a missing time; for what was always there give the earliest of all, or leave it out"
+MISSING = ("", "nan", "NaN", "NAN", "Nan", "NaT")  # text for what is missing
+# text that is no name of a class or a column
+LIKE_NUMBERS = {"na", "n/a", "null", "none", "inf", "-inf", "?", "-"}
 
 
 class Rows(NamedTuple):

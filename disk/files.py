@@ -409,6 +409,11 @@ def plural(number, noun) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
+def short(text) -> str:
+    """Shorten a text to 60 characters."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def listed(values, most=8) -> str:
     """Format values: [1, 2, 3] -> "1, 2, 3"; of more than `most` only these."""
     return ", ".join(map(str, values[:most])) + ", ..." * (len(values) > most)

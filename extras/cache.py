@@ -219,7 +219,7 @@ def cached(ranks, plan, task, used, features):
         speed = lookahead.reads_per_second(rows)
         most = speed / max(tiers.reads, 1e-9) / ranks.local_world
         ranks.say(
-            f"memory  this disk: {speed:,.0f} random rows/s, at most {most:,.1f} batches/s a process"
+            f"memory  this disk: {speed:,.0f} random pages/s, at most {most:,.1f} batches/s a process"
         )
         return features
     host, room = map(min, zip(*ranks.gather((tiers.host, tiers.room))))

@@ -27,6 +27,7 @@ from disk.convert import (
     as_rows,
     check_answers,
     check_finite,
+    from_edge_index,
     integers,
     largest_of,
     refuse,
@@ -102,18 +103,17 @@ def block_diagonal(num_nodes, num_edges, edge_index, *, x, e, y, edge_vector=Non
         ends = f"from node {src[edge]} to node {dst[edge]}"
         raise StoreError(f"edge {edge} goes {ends}: its graph has {limit[edge]} nodes")
     shift = np.repeat(first, num_edges)
-    order = np.argsort((dst + shift) * total + src, kind="stable")
-    indptr = np.zeros(total + 1, np.int32)
-    np.cumsum(np.bincount(dst + shift, minlength=total), out=indptr[1:])
-    rows = torch.from_numpy(order)
-    return _of_arrays(num_nodes, indptr, (src + shift)[order], x, e[rows], y, vectors[rows])
+    ends = src + shift, dst + shift
+    indptr, indices, rows = from_edge_index(ends, total, edge_order=True)
+    return _of_arrays(num_nodes, indptr, indices, x, e[rows], y, vectors[rows])
 
 
 def _of_arrays(nodes, indptr, indices, *rows) -> GraphBatch:
-    """Make a batch of numpy arrays and of the rows x, e, y and edge_vector. nodes: int64 [G], of each graph."""
-    graph_ids = np.repeat(np.arange(len(nodes)), nodes)
-    arrays = indptr.astype(np.int32), indices.astype(np.int32), graph_ids
-    return GraphBatch(*map(torch.from_numpy, arrays), *rows)
+    """Make a batch of arrays or tensors and of the rows x, e, y and edge_vector. nodes: int64 [G], of each graph."""
+    graph_ids = torch.from_numpy(np.repeat(np.arange(len(nodes)), nodes))
+    return GraphBatch(
+        torch.as_tensor(indptr).int(), torch.as_tensor(indices).int(), graph_ids, *rows
+    )
 
 
 def _must_fit(nodes_of_each, **sizes):
@@ -167,10 +167,10 @@ def build_graphs(path, batches, *, labels=None, split=None, source="", progress=
                 largest = max(largest, largest_of(batch.x), largest_of(batch.e))
                 bar.update(len(batch.y))
             count = len(graphs)
-        if meta["labels"] and meta["target_dim"] > 1 and 0 not in values:
-            raise StoreError("several labels per graph are each 0 or 1: there is no 0")
         if meta["labels"] and meta["target_dim"] == 1:
             meta["classes"] = [*map(str, classes_among(values))]
+        elif meta["labels"] and 0 not in values:
+            raise StoreError("several labels per graph are each 0 or 1: there is no 0")
         if split is None:
             split = drawn_graphs(count, np.random.default_rng(0))
             meta["split"] = DRAWN_GRAPHS
@@ -323,19 +323,16 @@ class GraphDataset:
         local = None if falls else indices - np.repeat(first, edges)
         if falls or ((local < 0) | (local >= np.repeat(nodes, edges))).any():
             raise StoreError("graph_ids or indptr decrease, or an edge joins two graphs")
-        # each graph's own indptr, which starts at 0, one after the other
-        counts = np.zeros(len(indptr) - 1 + len(nodes), np.int32)
-        counts[np.arange(len(graph_ids)) + graph_ids + 1] = indptr[1:] - indptr[first][graph_ids]
-        fields = []  # of each, the bytes of every graph
-        arrays = counts, local.astype(np.int32), *map(as_numpy, batch[3:])
-        for array, rows in zip(arrays, _field_rows(nodes, edges)):
-            view = memoryview(array.tobytes())
-            ends = np.cumsum(rows * (array.nbytes // max(len(array), 1))).tolist()
-            fields.append([view[a:b] for a, b in zip([0, *ends], ends)])
+        x, e, y, vectors = map(as_numpy, batch[3:])
         values = []
-        for n, m, *parts in zip(nodes.tolist(), edges.tolist(), *fields):
-            data = b"".join(parts)
-            values.append(struct.pack("<4sIII", b"RBG1", n, m, zlib.crc32(data)) + data)
+        for graph, (a, b) in enumerate(zip(first, last)):
+            counts = indptr[a : b + 1] - indptr[a]
+            of_edges = slice(indptr[a], indptr[b])
+            fields = counts.astype("<i4"), local[of_edges].astype("<i4"), x[a:b], e[of_edges]
+            fields += y[graph : graph + 1], vectors[of_edges]
+            data = b"".join(field.tobytes() for field in fields)
+            head = struct.pack("<4sIII", b"RBG1", b - a, counts[-1], zlib.crc32(data))
+            values.append(head + data)
         return values
 
     def _joined(self, ids, values) -> GraphBatch:
@@ -345,7 +342,8 @@ class GraphDataset:
         heads = np.frombuffer(heads, GRAPH_HEADER)
         nodes = heads["nodes"].astype(np.int64)
         edges = heads["edges"].astype(np.int64)
-        counts = _field_rows(nodes, edges)
+        # rows of indptr, indices, x, e, y and edge_vector
+        counts = [nodes + 1, edges, nodes, edges, np.ones_like(nodes), edges]
         widths = [4, 4, *(width * dtype.itemsize for width, dtype in self._kinds)]
         ends = size + np.cumsum([count * width for count, width in zip(counts, widths)], 0)
         intact = (ends[-1] == [len(value) for value in values]) & (heads["magic"] == b"RBG1")
@@ -374,11 +372,6 @@ class GraphDataset:
             return flat.view(int(count.sum()), width)
 
         return _of_arrays(nodes, indptr, indices, *map(rows_of, rows, self._kinds, counts[2:]))
-
-
-def _field_rows(nodes, edges):
-    """Return the rows of each field of the values of graphs, after the header: indptr, indices, x, e, y and edge_vector."""
-    return [nodes + 1, edges, nodes, edges, np.ones_like(nodes), edges]
 
 
 def verify(path) -> list[str]:

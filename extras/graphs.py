@@ -34,13 +34,6 @@ UNLIMITED = 1 << 20  # examples of a batch that `Limits` end
 PASSES = 32  # of an epoch by default, of 16 to 256 graphs
 
 
-def answers_and_sizes(graph):
-    """Return targets or labels [G, T] of a `GraphBatch`, and numbers of nodes and edges of its graphs, int64 [G, 2]."""
-    nodes = graph.graph_ids.bincount(minlength=len(graph.y))
-    ends = graph.indptr.long()[nodes.cumsum(0)]
-    return graph.y, torch.stack([nodes, ends.diff(prepend=ends.new_zeros(1))], 1)
-
-
 class Limits(NamedTuple):
     """How much a pass holds at most, where examples differ in size."""
 
@@ -81,8 +74,7 @@ class GraphLoader(NodeLoader):
                 raise ValueError(f"ids is {ids!r}: the parts are {', '.join(graphs.split)}")
             ids = graphs.split[ids]
         ids = range(len(graphs)) if ids is None else ids
-        options.update(batch_size=batch_size, load_batch=self._read)
-        super().__init__(graphs, ids, (), **options)
+        super().__init__(graphs, ids, (), batch_size=batch_size, load_batch=self._read, **options)
 
     def _read(self, batch, slot):
         return batch._replace(blocks=[self.graphs.batch(batch.seeds)])
@@ -98,6 +90,7 @@ class GraphTask(Task):
 
     labels: whether they have; in a store that does not say, whether all of its split are 0 or 1.
     mean, std: float64 [T] of the training targets, which the regression loss is scaled by.
+    y, sizes: targets or labels as stored [G, T] and numbers of nodes and edges int64 [G, 2] of the graphs of the split.
     """
 
     name = "graph"
@@ -153,16 +146,23 @@ class GraphTask(Task):
         graphs = self.store
         split = graphs.split
         ids = torch.cat([*split.values()])  # those of training first
-        batches = [answers_and_sizes(graphs.batch(part)) for part in ids.split(1024)]
-        y, sizes = map(torch.cat, zip(*batches))
-        self.sizes = sizes.new_zeros(len(graphs), 2).index_copy_(0, ids, sizes)
+        self.y = torch.zeros(len(graphs), graphs.target_dim, dtype=graphs.target_dtype)
+        self.sizes = torch.zeros(len(graphs), 2, dtype=torch.int64)
+        for part in ids.split(1024):
+            graph = graphs.batch(part)
+            nodes = graph.graph_ids.bincount()
+            ends = graph.indptr.long()[nodes.cumsum(0)]
+            self.y[part] = graph.y
+            self.sizes[part, 0] = nodes
+            self.sizes[part, 1] = ends.diff(prepend=ends.new_zeros(1))
+        y = self.y[ids]
         if self.labels is None:
             self.labels = bool(((y == 0) | (y == 1)).all())
             kind = "labels, as all are 0 or 1" if self.labels else "numbers"
             say(f"targets the store does not say whether they are labels: taken for {kind}")
         graphs.meta["labels"] = self.labels  # kept in checkpoints
         y = self.numbered(y)
-        present = ~y.isnan() & ((y >= 0) | (not self.labels))
+        present = y >= 0 if self.labels else ~y.isnan()
         noun = "label" if self.labels else "target"
         if graphs.labels or not present.all():
             kind = graphs.kind_of_labels() if graphs.labels else f"{graphs.target_dim} a graph"
@@ -178,7 +178,7 @@ class GraphTask(Task):
             say("labels  all training graphs are of one class: there is nothing to learn")
         self.mean, self.std = torch.tensor([0, 1])
         if not self.labels:
-            self.mean, self.std = moments(y[:train].where(present[:train], math.nan))
+            self.mean, self.std = moments(y[:train])
 
     def _limits(self, args):
         """Return the `Limits` of --max-nodes and --max-edges, None without; StoreError for a graph that is larger."""
@@ -279,8 +279,7 @@ class GraphTask(Task):
     def set_buffers(self, network):
         if network.pooling == "sum":
             network.size.fill_(self.sizes[self.store.split["train"], 0].double().mean())
-        network.mean.copy_(self.mean)
-        network.std.copy_(self.std)
+        network.fit(self.mean, self.std)
 
     def read(self, ids):
         """Read graphs, with their labels numbered -> GraphBatch."""
@@ -322,11 +321,13 @@ class GraphTask(Task):
         """Compute the metrics of graphs -> {name: value}, the same on all ranks; None without graphs."""
         if not ids.numel():
             return None
-        both = lambda batch: torch.cat([run.model(batch.blocks[0]), batch.y.double()], 1)  # noqa: E731
-        rows = run.rows(ids, len(self.store), both, accumulate=1)
-        columns = self.store.target_dim
-        output = rows[ids, :-columns]
-        return self.scored(output, rows[ids, -columns:])
+        output = self.outputs(run, ids)[ids]
+        return self.scored(output.double(), self.numbered(self.y[ids]).double())
+
+    def outputs(self, run, ids):
+        """Compute targets or logits of graphs -> rows of all graphs, the same on all ranks; zeros for others."""
+        of = lambda batch: run.model(batch.blocks[0])  # noqa: E731
+        return run.rows(ids, len(self.store), of, accumulate=1)
 
     def scored(self, output, y):
         """Compute the metrics of outputs for targets or numbered labels [G, T] -> {name: value}."""
@@ -341,7 +342,7 @@ class GraphTask(Task):
         ids = self.store.split["valid"]
         if not len(ids):
             return 0
-        y = self.read(ids).y
+        y = self.numbered(self.y[ids])
         output = torch.zeros(len(y), self.store.meta["class_dim"] or y.shape[1])
         return len(ids) * (self.scored(output, y)[self.metric] is not None)
 
@@ -366,8 +367,7 @@ class GraphTask(Task):
         what = run.plan.predict_what if self.labels else "logits"
         self.several = not self.store.classes
         ids = torch.arange(len(self.store))
-        of = lambda batch: run.model(batch.blocks[0])  # noqa: E731
-        outputs = run.rows(ids, len(ids), of, accumulate=1)
+        outputs = self.outputs(run, ids)
         if self.store.classes and outputs.shape[1] == 1:  # the logit of the second of two classes
             outputs = torch.cat([torch.zeros_like(outputs), outputs], 1)
         table = {"graph": ids.numpy(), **self.columns(what, outputs)}

@@ -36,7 +36,7 @@ from features import prefetch
 
 # batches sampled per batch fetched while the window fills, so that training need not wait until it is full
 RAMP = 2
-# average uses of each page of the table in a default window: MIN gains little from a longer one
+# average uses of each page of the table in a default window: MIN gains nothing from a longer one
 TOUCHES = 3
 SHARES = 1 / 8, 1 / 2, 3 / 4  # of the free memory that rows may take; pages get the rest
 ROOM = 15 / 16  # share of the free memory for pages; the rest is left to other processes
@@ -179,13 +179,14 @@ def settled_tiers(rows, visits, gpu=0, host=0, processes=1):
 
 
 def reads_per_second(rows):
-    """Measure how many random rows of `MappedRows` a disk delivers, past the page cache."""
+    """Measure how many pages of random rows of `MappedRows` a disk delivers, past the page cache; a row takes at least one."""
     ids = torch.randint(rows.shape[0], (1 << 13,))
     out = torch.empty(len(ids), rows.shape[1], dtype=rows.dtype)
     reader = rows.reader(direct=True)
     began = time.perf_counter()
     reader.read(ids, out)
-    return len(ids) / (time.perf_counter() - began)
+    pages = len(ids) * max(1, reader.row_bytes / mmap.PAGESIZE)
+    return pages / (time.perf_counter() - began)
 
 
 class LookaheadCache(CachedFeatures):

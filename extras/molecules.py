@@ -33,8 +33,14 @@ def build(path, arrays, params, source, *, seed, progress):
         batches, count, entries = crystals(arrays, params.get("radius", 4.0))
     split = graph_split(arrays, count, params.get("split"), seed)
     arrays.close()
-    options = {"split": split, "progress": progress, "source": source | entries}
-    return build_graphs(path, batches, labels=arrays.find("labels") is not None, **options)
+    return build_graphs(
+        path,
+        batches,
+        labels=arrays.find("labels") is not None,
+        split=split,
+        source=source | entries,
+        progress=progress,
+    )
 
 
 def molecules(arrays):
@@ -117,9 +123,12 @@ def crystals(arrays, radius):
     if not 0 < radius < float("inf"):
         raise arrays.error(f"radius={radius} is no distance: a number above 0 is needed")
     candidates = atoms * (1 + 2 * radius / _heights(lattice)).prod(1)
-    why = f"at most {MOST_CANDIDATES:,} within radius={radius:g} are searched; choose a smaller one"
-    name = f"{arrays.source}: the number of atoms and images near cell"
-    refuse(candidates > MOST_CANDIDATES, name, candidates, why)
+    refuse(
+        candidates > MOST_CANDIDATES,
+        f"{arrays.source}: the number of atoms and images near cell",
+        candidates,
+        f"at most {MOST_CANDIDATES:,} within radius={radius:g} are searched; choose a smaller one",
+    )
     y = _answers(arrays, "energy", len(atoms), atoms)
 
     def batch(first, _):

@@ -18,11 +18,10 @@ def moments(y):
     """Compute the mean and standard deviation of training targets y [n, T], NaN where missing -> two float64 [T]."""
     y = y.double()
     present = ~y.isnan()
-    count = present.sum(0)
-    mean = y.nansum(0) / count
+    mean = y.nanmean(0)
     # with the mean in the place of what is missing, which adds nothing to the sum of squares
     deviation = y.where(present, mean).std(0, correction=0)
-    return mean, (deviation * (len(y) / count).sqrt()).clamp(min=1e-12)
+    return mean, (deviation * (len(y) / present.sum(0)).sqrt()).clamp(min=1e-12)
 
 
 def loss_of(kind, output, y, std):
@@ -48,6 +47,11 @@ class Scale(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.zeros(T))
         self.register_buffer("std", torch.ones(T))
+
+    def fit(self, mean, std):
+        """Set the buffers, [T] each."""
+        self.mean.copy_(mean)
+        self.std.copy_(std)
 
     def forward(self, output):
         return output * self.std + self.mean
@@ -78,9 +82,7 @@ class NodeNumbers(NodeTask):
     def set_buffers(self, network):
         y = self.store.labels[self.store.split["train"]]
         if self.store.labelled and len(y):
-            scale = network.target_scale
-            for buffer, value in zip((scale.mean, scale.std), moments(y)):
-                buffer.copy_(value)
+            network.target_scale.fit(*moments(y))
 
     def output(self, run, network, batch, key):
         output = super().output(run, network, batch, key)

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from disk.convert import shaped
 from disk.reader import library
+from extras.regression import Scale
 from model import drawn_seed, drop_byte, dropout, edge_dst, layer_seed, summable
 
 ANGLES = 40  # radial basis functions of the cosine of an angle, as in ALIGNN
@@ -62,6 +63,12 @@ def embedding(dim, dtype, width):
     if dtype == torch.uint8:
         return Categories(dim, width)
     return nn.Sequential(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, width))
+
+
+def convolutions(width, count, pooling):
+    """Build `count` layers; with other pooling than "mean" they add up messages."""
+    counts = pooling != "mean"
+    return nn.ModuleList(EdgeGatedConv(width, i == count - 1, counts) for i in range(count))
 
 
 def sums(rows, groups, count):
@@ -134,7 +141,7 @@ def line_graph(indptr, indices, vectors):
     return first[~back].int(), second[~back].int()
 
 
-class Regressor(nn.Module):
+class Regressor(Scale):
     """Edge-gated convolutions, pooling over the nodes of each graph, and a two-layer head.
 
     node_dim, edge_dim: F, D; a dtype of uint8 stands for categories, others for numbers. hidden: width W. out_dim: T.
@@ -159,23 +166,17 @@ class Regressor(nn.Module):
         dropout,
         pooling="mean",
     ):
-        super().__init__()
+        super().__init__(out_dim)
         self.pooling = pooling
         self.nodes = embedding(node_dim, node_dtype, hidden)
         self.edges = embedding(edge_dim, edge_dtype, hidden)
-        last = num_layers - 1
-        counts = pooling != "mean"
-        self.layers = nn.ModuleList(
-            EdgeGatedConv(hidden, i == last, counts) for i in range(num_layers)
-        )
+        self.layers = convolutions(hidden, num_layers, pooling)
         # the third does nothing: it keeps the name of the last one's weights
         inner = nn.Linear(hidden, hidden)
         self.head = nn.Sequential(inner, nn.SiLU(), nn.Identity(), nn.Linear(hidden, out_dim))
         self.drop = drop_byte(dropout)
         if pooling == "attention":
             self.scores = nn.Linear(hidden, 1)
-        self.register_buffer("mean", torch.zeros(out_dim))
-        self.register_buffer("std", torch.ones(out_dim))
         # not in early checkpoints, which have means
         if pooling == "sum":
             self.register_buffer("size", torch.ones(()))
@@ -202,7 +203,7 @@ class Regressor(nn.Module):
             ids = torch.arange(len(h), device=h.device) if ids is None else ids
             seed = layer_seed(drawn_seed() if key is None else key, len(self.layers))
             h = dropout(h, ids, seed, self.drop)
-        return last(h) * self.std + self.mean
+        return super().forward(last(h))
 
     def convolved(self, graph, dst, h, e):
         """Run the layers on node features h [N, W] and features e [E, W] of edges into dst [E] -> [N, W]."""
@@ -211,22 +212,20 @@ class Regressor(nn.Module):
         return h
 
 
-class OwnRegressor(nn.Module):
+class OwnRegressor(Scale):
     """A network of a user's file, called as net(graph) with a `GraphBatch` -> [G, T], of targets standardised as `Regressor`'s."""
 
     uses_vectors = False
     pooling = None
 
     def __init__(self, net, out_dim):
-        super().__init__()
+        super().__init__(out_dim)
         self.net = net
-        self.register_buffer("mean", torch.zeros(out_dim))
-        self.register_buffer("std", torch.ones(out_dim))
 
     def forward(self, graph, ids=None, key=None):
         """Predict targets or logits [G, T]; StoreError for output of another shape."""
         output = shaped("the output of the model", self.net(graph), len(graph.y), len(self.mean))
-        return output * self.std + self.mean
+        return super().forward(output)
 
 
 class ALIGNN(Regressor):
@@ -244,11 +243,8 @@ class ALIGNN(Regressor):
     def __init__(self, *dims, **options):
         super().__init__(*dims, **options)
         width = self.head[0].in_features
-        last = len(self.layers) - 1
         self.angles = embedding(ANGLES, torch.float32, width)
-        self.lines = nn.ModuleList(
-            EdgeGatedConv(width, i == last, layer.counts) for i, layer in enumerate(self.layers)
-        )
+        self.lines = convolutions(width, len(self.layers), self.pooling)
         self.register_buffer("centres", torch.linspace(-1, 1, ANGLES), persistent=False)
 
     def convolved(self, graph, dst, h, e):

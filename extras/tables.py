@@ -27,9 +27,8 @@ from pathlib import Path
 
 import numpy as np
 
-from disk.convert import whole_times
-from disk.files import StoreError, plural, reading
-from sources.arrays import LIKE_NUMBERS, MISSING, short
+from disk.convert import LIKE_NUMBERS, MISSING, whole_times
+from disk.files import StoreError, plural, reading, short
 
 # bytes of text parsed at a time: no line may be longer, and the layout is guessed from the first
 BLOCK = 1 << 23
@@ -82,10 +81,11 @@ class Table:
     """A table in a seekable binary file, whose rows can be read once.
 
     ignore: {name of a column to leave out: number of tables that had it}, which is counted up. heads: function of the
-    cells of the first rows -> whether the first is a header, where its names are not known.
+    cells of the first rows -> whether the first is a header, where its names are not known; None: then it is none.
 
     Attributes:
-        names: list of the columns' names, or None; one without a name has that of pandas, "Unnamed: 0" for the first.
+        names: list of the columns' names, empty without a header; one without a name has that of pandas, "Unnamed: 0" for
+            the first.
         width: number of columns, without those left out. places: [width] their numbers in the file, from 0.
         rows: number of rows read so far.
         kinds: [width] "whole", "real", "text" (no cell is a number), "mixed" or "empty", judged by the first rows, or by
@@ -94,11 +94,13 @@ class Table:
         notes: phrases on what was guessed, for `say`.
     """
 
-    def __init__(self, stream, name, ignore=(), heads=lambda rows: False):
+    def __init__(self, stream, name, ignore=(), heads=None):
         self.name = str(name)
-        self.names, self.rows, self.notes = None, 0, []
-        self._stream, self._skipped, self._separator = stream, 0, None
-        self._ignore = ignore
+        self.names = []
+        self.rows = 0
+        self._stream = stream
+        self._skipped = 0
+        self._separator = None
         self._index = ()  # names of the columns that are the index of pandas
         with reading(self.name):
             magic = stream.read(6)
@@ -112,7 +114,7 @@ class Table:
                 kinds, cells = self._guess_text(heads)
         self.places = [*range(len(kinds))]
         if self.names:
-            self._leave_out()
+            self._leave_out(ignore)
         self.width = len(self.places)
         self.kinds = [kinds[j] for j in self.places]
         self._first_cells = [cells[j] for j in self.places]
@@ -123,14 +125,15 @@ class Table:
                 if not self.widths[j]:
                     raise self.error(0, f"{self.column(j)} is empty: a list of numbers is needed")
         if self.names and len(set(self.names)) < self.width:
-            twice = max(self.names, key=self.names.count)
-            raise StoreError(f"{name} has two columns called {twice!r}")
+            raise StoreError(
+                f"{name} has two columns called {max(self.names, key=self.names.count)!r}"
+            )
 
-    def _leave_out(self):
-        """Leave out the columns to ignore."""
-        ignored = [name for name in self.names if name in self._ignore]
+    def _leave_out(self, ignore):
+        """Leave out the columns to ignore, see above."""
+        ignored = [name for name in self.names if name in ignore]
         for name in ignored:
-            self._ignore[name] += 1
+            ignore[name] += 1
         if ignored:
             self.notes.append(f"{', '.join(map(repr, ignored))} ignored")
         self.places = [j for j in self.places if self.names[j] not in ignored]
@@ -138,7 +141,7 @@ class Table:
             raise StoreError(f"{self.name} has no other columns than those to ignore")
         self.names = [self.names[j] for j in self.places]
 
-    def read(self, kinds, missing=False):
+    def read(self, kinds, missing=False, whole=()):
         """Read the rows in batches -> yields (number of the first row, {column: values}).
 
         Args:
@@ -147,18 +150,21 @@ class Table:
                 dates -> datetime64[us] [r]. str -> pyarrow array of r strings. list: as float, or lists of
                 one length -> float64 [r, length].
             missing: allow empty cells and `nan` among float and int, read as NaN; else they are errors. Text keeps them.
+            whole: columns that `self.whole` has at the end, {column: its values of all rows, those of text chunked}.
         """
         types = {j: self._type(j, kind) for j, kind in kinds.items()}
+        parts = {j: [] for j in whole}
         with reading(self.name):
             for batch in self._batches(types):
                 first = self.rows
                 self.rows += len(next(iter(batch.values())))
-                yield (
-                    first,
-                    {j: self._values(first, j, kinds[j], batch[j], missing) for j in kinds},
-                )
+                columns = {j: self._values(first, j, kinds[j], batch[j], missing) for j in kinds}
+                for j in whole:
+                    parts[j].append(columns[j])
+                yield first, columns
         if not self.rows:
             raise StoreError(f"{self.name} has a header and no rows")
+        self.whole = {j: joined(parts[j]) for j in whole}
 
     def _type(self, j, kind) -> str | None:
         """Return the type in which pyarrow reads a column; None for lists and for times in parquet, which keep theirs."""
@@ -166,8 +172,9 @@ class Table:
         if has in UNLIKE and kind is not UNLIKE[has]:
             held = self._file.schema_arrow.types[self.places[j]]
             give = f"give {DATES if has == 'dates' else 'numbers or text'}"
-            problem = f"{self.column(j)} holds {held}: {give}, or drop it{self.flag(j)}"
-            raise StoreError(f"{self.name}: {problem}")
+            raise StoreError(
+                f"{self.name}: {self.column(j)} holds {held}: {give}, or drop it{self.flag(j)}"
+            )
         if kind is str or kind is ID and self._separator or kind in (ID, TIME) and has == "text":
             return "string"
         if has in UNLIKE or kind is TIME and not self._separator:
@@ -215,13 +222,8 @@ class Table:
             text = compute.replace_substring_regex(text, r"([.][0-9]{6})000", r"\1")  # nanoseconds
             zoned = compute.any(compute.match_substring_regex(text, ":.*([Zz]|[+-][0-9:]+)$"))
             dates = pyarrow.timestamp("us", "UTC" if zoned.as_py() else None)
-            cells = converted(text, dates)
-            if cells is None:
-                row = first_bad(text, lambda part: converted(part, dates) is None)
-                how = "written as 2024-01-31 or 2024-01-31 23:59:59.999999"
-                how += ", with a zone (Z or +01:00) in every row or in none"
-                problem = f"{self.column(j)} is no time, {how}: {short(str(text[row]))!r}"
-                raise self.error(first + row, problem)
+            form = "time, written as 2024-01-31 or 2024-01-31 23:59:59.999999, with a zone (Z or +01:00) in every row or in none"
+            cells = self._parsed(first, j, text, lambda part: converted(part, dates), form)
         values = cells.to_numpy(zero_copy_only=False)
 
         def refuse(bad, name, values, why):
@@ -233,12 +235,17 @@ class Table:
         """Read whole numbers, written in one form in the whole column: that of the first."""
         like = next((cell for cell in self.sample(j) if cell not in MISSING), None)
         cells = self._text(first, j, cells)
-        values = as_printed(cells, like)
+        form = "whole number, written as 7, or as 7.0 in every row"
+        return self._parsed(first, j, cells, lambda part: as_printed(part, like), form)
+
+    def _parsed(self, first, j, cells, parse, form):
+        """Return parse(cells), a function that returns None for an array with a cell that it cannot read: that one is refused.
+        form: what cells are, and how they are written."""
+        values = parse(cells)
         if values is None:
-            row = first_bad(cells, lambda part: as_printed(part, like) is None)
-            how = "written as 7, or as 7.0 in every row"
-            cell = short(cells[row].as_py())
-            raise self.error(first + row, f"{self.column(j)} is no whole number, {how}: {cell!r}")
+            row = first_bad(cells, parse)
+            problem = f"{self.column(j)} is no {form}: {short(cells[row].as_py())!r}"
+            raise self.error(first + row, problem)
         return values
 
     def _lists(self, first, j, cells) -> np.ndarray:
@@ -263,7 +270,7 @@ class Table:
         text = cells.to_pylist()
         typed = not self._separator and self.kinds[j] == "text"
         if not typed and any(map(NUMBER.fullmatch, text)):
-            row = first_bad(cells, lambda part: as_printed(part) is None)
+            row = first_bad(cells, as_printed)
             why, first = (repr(short(cell)) for cell in (text[row], text[0]))
             beside = f" beside {first}" * (why != first)
             self.notes.append(f"{self.column(j)} is text, not numbers, because of {why}{beside}")
@@ -276,9 +283,9 @@ class Table:
             problem = problem.format(None if values is None else values[row])
             raise self.error(first + row, f"{self.column(j)} {problem}")
 
-    def column(self, j) -> str:
-        """Name a column for messages."""
-        return repr(self.names[j]) if self.names else f"column {j + 1}"
+    def column(self, *columns) -> str:
+        """Name columns for messages."""
+        return ", ".join(repr(self.names[j]) if self.names else f"column {j + 1}" for j in columns)
 
     def flag(self, *columns) -> str:
         """Return the flag that drops columns, in brackets, for messages."""
@@ -289,7 +296,7 @@ class Table:
         """List the columns whose names have a meaning, one of MEANINGS. Those of ids are also the index of pandas, and names
         that end in id, as "userid" and "acid" do, if the column `identifies` its rows."""
         found = []
-        for j, name in enumerate(self.names or ()):
+        for j, name in enumerate(self.names):
             fitting = meanings(name)
             perhaps = name.lower().endswith("id") and not fitting and self.identifies(j)
             if meaning in fitting or meaning == "id" and (perhaps or name in self._index):
@@ -304,9 +311,8 @@ class Table:
         """Whether a column may hold ids of the rows: text or whole numbers, in the first rows all different, no dates and no
         several values in a cell."""
         cells = self.sample(j)
-        if self.kinds[j] in ("empty", *UNLIKE) or SEVERAL in "".join(cells):
-            return False
-        if self.form(j) is TIME:
+        several = SEVERAL in "".join(cells)
+        if self.kinds[j] in ("empty", *UNLIKE) or several or self.form(j) is TIME:
             return False
         whole = self.kinds[j] != "real" or None not in map(whole_of, filter(None, cells))
         return whole and len({*cells}) == len(cells)
@@ -330,8 +336,8 @@ class Table:
 
     def say(self, *notes, say=print):
         """Print one line: what was guessed, the number of rows, and `notes`."""
-        rows = plural(self.rows, "row")
-        say(f"{Path(self.name).name}: {', '.join([*self.notes, rows, *notes])}")
+        notes = [*self.notes, plural(self.rows, "row"), *notes]
+        say(f"{Path(self.name).name}: {', '.join(notes)}")
 
     def _batches(self, types):
         """Yield the columns {column: cells} of `types` {column: type} in each batch; pyarrow's errors are reworded with the
@@ -352,16 +358,16 @@ class Table:
                 yield columns
             return
         names = [*map(str, range(self._columns))]
-        kept = [str(self.places[j]) for j in types]
-        kept_types = dict(zip(kept, types.values()))
-        read = dict(use_threads=False, block_size=BLOCK, skip_rows=self._skipped)
+        kept = {str(self.places[j]): kind for j, kind in types.items()}
         try:
             for batch in pyarrow.csv.open_csv(
                 self._stream,
-                pyarrow.csv.ReadOptions(**read, column_names=names),
+                pyarrow.csv.ReadOptions(
+                    use_threads=False, block_size=BLOCK, skip_rows=self._skipped, column_names=names
+                ),
                 pyarrow.csv.ParseOptions(delimiter=self._separator),
                 pyarrow.csv.ConvertOptions(
-                    column_types=kept_types, include_columns=kept, null_values=[*MISSING]
+                    column_types=kept, include_columns=[*kept], null_values=[*MISSING]
                 ),
             ):
                 yield dict(zip(types, batch.columns))
@@ -394,10 +400,9 @@ class Table:
         cells = [()] * len(kinds)
         if first := next(self._file.iter_batches(SAMPLE), None):
             # dates may be finer than those of Python
-            plain = [kind not in ("dates", "other") for kind in kinds]
             cells = [
-                column.to_pylist() if of else [None] * len(column)
-                for of, column in zip(plain, first.columns)
+                [None] * len(column) if kind in ("dates", "other") else column.to_pylist()
+                for kind, column in zip(kinds, first.columns)
             ]
         return kinds, cells
 
@@ -409,8 +414,9 @@ class Table:
         start = head[:200].removeprefix(b"\xef\xbb\xbf").lstrip().lower()
         for sign, what in FOREIGN.items():
             if re.match(sign, start, re.DOTALL):
-                how = "docs/data.md has a line of Python that reads it"
-                raise StoreError(f"{self.name} is {what} and no table: {how}")
+                raise StoreError(
+                    f"{self.name} is {what} and no table: docs/data.md has a line of Python that reads it"
+                )
         if b"\0" in head:
             raise StoreError(f"{self.name} is no text in UTF-8: unpack archives, save it as csv")
         lines = re.split("\r\n|\n|\r", head.decode("utf-8-sig"))
@@ -433,7 +439,7 @@ class Table:
         self._stream.seek(0)
         cells = [cells_of(line, self._separator) for line in lines]
         rows = [row for row in cells if len(row) == width]  # `read` refuses the others
-        if is_header(rows) or heads(rows):
+        if is_header(rows) or heads and heads(rows):
             self.names = [name or f"Unnamed: {j}" for j, name in enumerate(rows.pop(0))]
             self._skipped += 1
         elif above:  # numpy writes a header as a comment
@@ -457,7 +463,7 @@ def is_header(rows) -> bool:
     ValueError if it may number the columns, as pandas does for columns without names."""
     first, *rest = rows
     width = len(first)
-    counted = [str(j) for j in range(width)]
+    counted = [*map(str, range(width))]
     counts = width > 2 or width == 2 and all(kind_of(row) == "real" for row in rest)
     index = width > 1 and first[1:] == counted[:-1] and are_known(first[:1])
     if rest and (index or counts and first == counted):
@@ -489,8 +495,9 @@ def meanings(name) -> set[str]:
     fitting = {meaning for meaning, words in MEANINGS.items() if forms & {*words.split()}}
     if word.endswith(("label", "labels")):
         fitting.add("label")
-    is_id = words_of(name)[-1:] == ["id"] and "label" not in fitting
-    return fitting | {"id"} if is_id else fitting
+    elif words_of(name)[-1:] == ["id"] and "label" not in fitting:
+        fitting.add("id")
+    return fitting
 
 
 def are_known(names) -> bool:
@@ -536,10 +543,10 @@ def converted(cells, kind):
         return cells.cast(kind)
 
 
-def first_bad(cells, fails) -> int:
-    """Find the first cell with which `fails`, a function of an array that ends with it, is true."""
+def first_bad(cells, parse) -> int:
+    """Find the first cell with which `parse`, a function of an array that ends with it, returns None."""
     rows = range(len(cells))
-    return bisect.bisect_left(rows, True, key=lambda row: fails(cells[: row + 1]))
+    return bisect.bisect_left(rows, True, key=lambda row: parse(cells[: row + 1]) is None)
 
 
 def digits(cells):
@@ -620,7 +627,7 @@ def numeric(cell) -> bool:
 
 
 @contextlib.contextmanager
-def opened(file, ignore=(), heads=lambda rows: False):
+def opened(file, ignore=(), heads=None):
     """Context manager: the `Table` in a file; see there."""
     with reading(file):
         stream = open(file, "rb")

@@ -68,8 +68,8 @@ def edges_into(store, nodes):
     [E], the number of edges that each stands for [E])."""
     first = store.indptr[nodes]
     degrees = store.indptr[nodes + 1] - first
-    stride = (degrees + LONG - 1).div(LONG, rounding_mode="floor").clamp(min=1)
-    counts = (degrees + stride - 1).div(stride, rounding_mode="floor")
+    stride = ((degrees + LONG - 1) // LONG).clamp(min=1)
+    counts = (degrees + stride - 1) // stride
     index = torch.repeat_interleave(counts)
     nth = torch.arange(len(index)) - (counts.cumsum(0) - counts)[index]
     stride = stride[index]

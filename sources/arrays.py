@@ -21,8 +21,18 @@ import torch
 
 from disk.checks import check_targets
 from disk.columns import COLUMNS, EDGE_WEIGHT
-from disk.convert import adjacency, array_like, column_names, integers, is_sparse, refuse, shaped
-from disk.files import StoreError, free_host_bytes, plural, reading
+from disk.convert import (
+    LIKE_NUMBERS,
+    MISSING,
+    adjacency,
+    array_like,
+    column_names,
+    integers,
+    is_sparse,
+    refuse,
+    shaped,
+)
+from disk.files import StoreError, free_host_bytes, plural, reading, short
 from sources.splits import PARTS
 
 EDGES = ("edge_index", "edges")
@@ -35,23 +45,7 @@ graph_store.EdgeLayout storage.BaseStorage storage.NodeStorage storage.EdgeStora
 SAVED = "if you trust it, two lines of Python read it: see docs/data.md"
 # classes of these names may mean that there is no label
 UNKNOWN = "unknown unk unlabeled unlabelled missing undefined unspecified unassigned notlabeled nolabel".split()
-MISSING = ("", "nan", "NaN", "NAN", "Nan", "NaT")
-LIKE_NUMBERS = {
-    "na",
-    "n/a",
-    "null",
-    "none",
-    "inf",
-    "-inf",
-    "?",
-    "-",
-}  # no names of classes or columns
 MATTERS = "edge|edata|weight|time|train|val|test|mask|split|adj|attr|feat|label|idx|index"
-
-
-def short(text) -> str:
-    """Shorten a text to 60 characters."""
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def open_npz(file, ignore=()) -> "Arrays":
@@ -60,8 +54,10 @@ def open_npz(file, ignore=()) -> "Arrays":
         return from_object(saved_graph(file), {}, ignore, file)
     with reading(file):
         archive = zipfile.ZipFile(file)
-    names = {member.removesuffix(".npy"): member for member in archive.namelist()}
-    read = {name: functools.partial(_read, archive, member) for name, member in names.items()}
+    read = {
+        member.removesuffix(".npy"): functools.partial(_read, archive, member)
+        for member in archive.namelist()
+    }
     return Arrays(file, read, ignore=ignore)
 
 
@@ -90,10 +86,13 @@ def saved_graph(file):
         except pickle.UnpicklingError as error:
             named = re.search(r"GLOBAL (\S+)", str(error))
             if not pyg:
-                takes = "it takes torch_geometric.data: pip install torch_geometric"
-                raise StoreError(f"{file} cannot be read: {takes}") from error
-            more = f"more than a PyG Data of tensors ({named[1] if named else 'code'}); {SAVED}"
-            raise StoreError(f"{file} holds {more}") from error
+                raise StoreError(
+                    f"{file} cannot be read: it takes torch_geometric.data: pip install torch_geometric"
+                ) from error
+            code = named[1] if named else "code"
+            raise StoreError(
+                f"{file} holds more than a PyG Data of tensors ({code}); {SAVED}"
+            ) from error
         finally:
             torch.serialization.clear_safe_globals()
             torch.serialization.add_safe_globals(before)
@@ -139,9 +138,9 @@ def from_object(graph, extra, ignore=(), file=None) -> "Arrays":
         for ends in graph.canonical_etypes:
             suffix = "" if single else f":{','.join(ends)}"
             arrays[f"edge_index{suffix}"] = torch.stack(graph.edges(etype=ends))
-            # without the ids that DGL adds
-            columns = {n: v for n, v in graph.edges[ends].data.items() if n != "_ID"}
-            arrays |= {f"edata.{name}{suffix}": value for name, value in columns.items()}
+            for name, value in graph.edges[ends].data.items():
+                if name != "_ID":  # the ids that DGL adds
+                    arrays[f"edata.{name}{suffix}"] = value
     elif hasattr(graph, "node_types") and hasattr(graph, "edge_types"):
         arrays = dict(graph.to_dict().get("_global_store", {}))  # arrays without a type: refused
         arrays |= {f"num_nodes:{name}": graph[name].num_nodes for name in graph.node_types}
@@ -151,11 +150,12 @@ def from_object(graph, extra, ignore=(), file=None) -> "Arrays":
             type_name = name if isinstance(name, str) else ",".join(name)
             arrays |= {f"{column}:{type_name}": value for column, value in values.items()}
     elif hasattr(graph, "edge_index") or hasattr(graph, "adj_t"):
-        arrays = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
-        arrays = _with_edge_index(dict(arrays))
+        arrays = _attributes(graph)
     else:
-        forms = "a file, a DGLGraph, a PyG Data or a list of PyG Data"
-        raise StoreError(f"no graph is read from a {kind}: give {forms}")
+        raise StoreError(
+            f"no graph is read from a {kind}: "
+            "give a file, a DGLGraph, a PyG Data or a list of PyG Data"
+        )
     replaced = []
     for names in (FEATURES, LABELS, sum(PARTS.values(), [])):
         if extra.keys() & {*names}:
@@ -175,11 +175,11 @@ def is_list(graphs) -> bool:
 def _of_graphs(kind, graphs, answers) -> dict:
     """Join the arrays of PyG graphs as `molecules` reads them, y only if `answers`; of an attribute without a use the value
     of one graph."""
-    graphs = [dict(g.to_dict() if hasattr(g, "to_dict") else vars(g)) for g in graphs]
-    graphs = [_with_edge_index(graph) for graph in graphs]
-    ends = []
-    for i, graph in enumerate(graphs):
-        ends.append(integers(f"{kind}: edge_index of graph {i}", graph.pop("edge_index"), 2, "m"))
+    graphs = [*map(_attributes, graphs)]
+    ends = [
+        integers(f"{kind}: edge_index of graph {i}", graph.pop("edge_index"), 2, "m")
+        for i, graph in enumerate(graphs)
+    ]
     edges = [pairs.shape[1] for pairs in ends]
     nodes = [graph.pop("num_nodes", None) for graph in graphs]
     x = _parts(kind, graphs, "x", nodes)
@@ -205,7 +205,7 @@ def _of_graphs(kind, graphs, answers) -> dict:
     parts = {"x": x, "edge_attr": e}
     if y and answers:
         parts["targets" if y[0].dtype.kind == "f" else "labels"] = y
-    return arrays | {name: np.concatenate(rows) for name, rows in parts.items() if rows}
+    return arrays | {name: np.concatenate(rows) for name, rows in parts.items()}
 
 
 def _parts(kind, graphs, name, counts) -> list:
@@ -234,6 +234,12 @@ def equal_sums(x) -> str:
     total = x.sum(1, keepdim=True)
     x *= target / total.where(total > 0, 1)
     return f"each row scaled to the sum {target:.4g}, the square root of its width"
+
+
+def _attributes(graph) -> dict:
+    """Return what a PyG `Data`, or an object with the same attributes, holds, see `_with_edge_index`."""
+    values = graph.to_dict() if hasattr(graph, "to_dict") else vars(graph)
+    return _with_edge_index(dict(values))
 
 
 def _with_edge_index(arrays) -> dict:
@@ -303,11 +309,15 @@ class Arrays:
         """Return the one of several names that has an array, or None; StoreError for two, and for none if `needed`."""
         present = [name for name in names if name in self._values]
         if len(present) > 1:
-            keep = f"which mean the same: keep one, or ignore={present[1]}{self.suffix}"
-            raise self.error(f"it has {present[0]} and {present[1]}, {keep}")
+            raise self.error(
+                f"it has {present[0]} and {present[1]}, "
+                f"which mean the same: keep one, or ignore={present[1]}{self.suffix}"
+            )
         if needed and not present:
-            available = ", ".join(self._values) or "none"
-            raise self.error(f"it has no array {' or '.join(names)}; its arrays are {available}")
+            raise self.error(
+                f"it has no array {' or '.join(names)}; "
+                f"its arrays are {', '.join(self._values) or 'none'}"
+            )
         return present[0] if present else None
 
     def read(self, name, kinds="biuf"):
@@ -416,16 +426,18 @@ class Arrays:
         for number, word in enumerate(names.tolist()):
             plain = re.sub(r"[\W_]", "", word.lower())
             if word.lower() in LIKE_NUMBERS:
-                cure = (
-                    "rename it if it is a class, write nothing if it means that there is no label"
+                raise StoreError(
+                    f"{self.called(name)} holds {short(word)}: rename it if it is a class, "
+                    "write nothing if it means that there is no label"
                 )
-                raise StoreError(f"{self.called(name)} holds {short(word)}: {cure}")
             if plain in UNKNOWN:
                 count = plural(int((index == number).sum()), "node")
-                cure = "if it means that there is no label, write nothing in its place"
-                self.say(f"{name} has {short(word)} as a class, of {count}: {cure}")
+                self.say(
+                    f"{name} has {short(word)} as a class, of {count}: "
+                    "if it means that there is no label, write nothing in its place"
+                )
         if all(re.fullmatch("-?[0-9]{1,20}", name) for name in names.tolist()):
-            order = sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
+            order = sorted(range(len(names)), key=lambda i: int(names[i]))
             index = np.argsort(order)[index]
             names = names[order]
         y = np.full(cells.shape, np.nan)
@@ -460,8 +472,12 @@ class Arrays:
         counts = values.dtype.kind != "f"
         normalize = counts if row_normalize is None else bool(row_normalize)
         if normalize:
-            why = "give row_normalize=0, to divide by no sums"
-            refuse(values < 0, self.called("feat_data"), values, why)
+            refuse(
+                values < 0,
+                self.called("feat_data"),
+                values,
+                "give row_normalize=0, to divide by no sums",
+            )
         dtype = np.dtype(np.float32) if counts else values.dtype
         values = values.astype(np.promote_types(dtype, np.float32))  # to add up repeats in float16
         matrix = self.called("the CSR matrix of features")
@@ -485,7 +501,9 @@ class Arrays:
                 shape = self.read(name, "").shape if callable(value) else np.shape(value)
             per_edge = num_nodes != num_edges and tuple(shape[:1]) == (num_edges,)
             if per_edge or re.search(MATTERS, str(name).lower()):
-                how = f"docs/data.md lists those that are; drop it, or ignore={name}{self.suffix}"
-                raise self.error(f"{name}{self.suffix} is not used here, and may matter: {how}")
+                raise self.error(
+                    f"{name}{self.suffix} is not used here, and may matter: "
+                    f"docs/data.md lists those that are; drop it, or ignore={name}{self.suffix}"
+                )
         if rest:
             self.say(f"not used: {', '.join(map(str, rest))}")

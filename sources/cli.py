@@ -56,8 +56,12 @@ def make_parser():
         metavar="A,B",
         help="leave out columns of tables, or arrays of an .npz file",
     )
-    backends = list(store.BACKENDS)
-    add("--backend", default="mmap", choices=backends, help="feature storage (default mmap)")
+    add(
+        "--backend",
+        default="mmap",
+        choices=[*store.BACKENDS],
+        help="feature storage (default mmap)",
+    )
     add(
         "--feature-dtype",
         choices=KEPT_AS,
@@ -89,7 +93,7 @@ def run(command, path, **options) -> int:
     if command == "build":
         split = {part: file for part in SPLITS if (file := options.pop(part))}
         source = by_type(options.pop("source"))
-        build(source, path, split=split or None, progress=True, **options)
+        build(source, path, split=split, progress=True, **options)
     if command == "split":
         parts = extra(".parts", "split")
         target = parts.split(path, progress=True, **options)
@@ -113,10 +117,10 @@ def by_type(words):
         return words[0]
     sources = dict(word.partition("=")[::2] for word in words)
     if len(sources) < len(words) or not all(sources.values()):
-        how = (
+        raise StoreError(
+            f"{' '.join(words)}: "
             "several tables are TYPE=FILE of nodes and TYPE,RELATION,TYPE=FILE of edges, one a type"
         )
-        raise StoreError(f"{' '.join(words)}: {how}")
     return sources
 
 
@@ -139,9 +143,8 @@ def print_problems(path, meta, problems) -> int:
 
 def main(argv=None) -> int:
     """Run the command line -> exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        code = run(**vars(make_parser().parse_args(words)))
+        code = run(**vars(make_parser().parse_args(argv)))
         print(end="", flush=True)
         return code
     except (StoreError, MissingExtra) as error:

@@ -122,13 +122,15 @@ def _recipe(name, root, seed, options):
         _refuse_path(name)
         close = difflib.get_close_matches(word.lower(), names, 1)
         meant = f": did you mean {names[close[0]]}? Else" if close else ":"
-        known = f"give one of {', '.join(NAMES)}, a store, an .npz or a .pt file"
-        raise StoreError(f"dataset {name!r} is unknown{meant} {known}")
+        raise StoreError(
+            f"dataset {name!r} is unknown{meant} "
+            f"give one of {', '.join(NAMES)}, a store, an .npz or a .pt file"
+        )
     for option in filter(options.get, options):
         raise _no_effect(option, word, "it is for files of your own")
     defaults, draw = GENERATORS.get(word, ({}, None))
     values = parse(parameters, {n: type(value) for n, value in defaults.items()}, word)
-    key = {**defaults, **values} if word in GENERATORS else word
+    key = defaults | values or word
     if word in PLANETOID:
         key = [word, RULES]
 
@@ -153,10 +155,10 @@ def _refuse_path(name):
         files.read_meta(name)
     if os.path.exists(name) or os.sep in name or re.search(r"\.\w+$", name):
         with extra(".tables", name).opened(name):  # refuses what is no table
-            how = (
+            raise StoreError(
+                f"{name} is no store, .npz or .pt file: "
                 f"python store.py build {name} my_store --features FILE, if it is a table of edges"
             )
-            raise StoreError(f"{name} is no store, .npz or .pt file: {how}")
 
 
 def npz_file(text):
@@ -227,7 +229,7 @@ def build(
     given = {name: values for name, values in given.items() if values is not None}
     columns = {}
     for name, column in COLUMNS.items():
-        if not column.asked and (where := options.pop(column.flag, None)) is not None:
+        if (where := options.pop(column.flag, None)) is not None:
             columns[name] = where
     npz = npz_file(kind) if is_file else None
     tables = is_typed or is_file and not npz
@@ -314,14 +316,17 @@ def _read_graph(arrays, params, source):
                 raise arrays.error(f"nodes of type {kind} are not counted: give num_nodes:{kind}")
             num_nodes = of.integers("num_nodes").item() if counted else rows.shape[0]
             if rows is not None and num_nodes != rows.shape[0]:
-                there_are = f"there are {rows.shape[0]} labels or features"
-                raise of.error(f"num_nodes is {num_nodes}, and {there_are}")
-            graph["node_types"][kind], graph["features"][kind] = num_nodes, features
+                raise of.error(
+                    f"num_nodes is {num_nodes}, and there are {rows.shape[0]} labels or features"
+                )
+            graph["node_types"][kind] = num_nodes
+            graph["features"][kind] = features
             labelled += [kind] if labels is not None else []
             if target in (None, kind) and (labels is not None or not kind):
                 graph["labels"] = {kind: labels}
                 split = found(of, num_nodes, params.get("split"))
-                source |= {"classes": of.classes} if of.classes else {}
+                if of.classes:
+                    source["classes"] = of.classes
         if "," in kind or not kind:
             kind = tuple(kind.split(",")) if kind else kind
             graph["edge_index"][kind] = of.edge_index()
@@ -330,8 +335,10 @@ def _read_graph(arrays, params, source):
             graph.setdefault(name, {})[kind] = values
         of.close(num_nodes, num_edges)
     if len(labelled) > 1 and target is None or target and target not in labelled:
-        which = ", ".join(labelled) or "no type"
-        raise arrays.error(f"there are labels of {which}: keep those of one, as target=TYPE does")
+        raise arrays.error(
+            f"there are labels of {', '.join(labelled) or 'no type'}: "
+            "keep those of one, as target=TYPE does"
+        )
     if split and not labelled:
         raise arrays.error("it has a split, and no labels (y): give them, or leave it out")
     return graph, split
@@ -365,8 +372,10 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
         shapes = [np.shape(tables.get(kind, [[]])) for kind in graph["edge_index"]]
         widths = sorted({shape[1] if len(shape) > 1 else 1 for shape in shapes})
         if len(widths) > 1:
-            wide = " or ".join(map(str, widths))
-            arrays.say(f"edge_features have {wide} columns, by type: narrower ones get zeros")
+            arrays.say(
+                f"edge_features have {' or '.join(map(str, widths))} columns, by type: "
+                "narrower ones get zeros"
+            )
     if graph["features"] is None:
         if numbers:
             arrays.find(*FEATURES, needed=True)
@@ -382,8 +391,10 @@ def _build_graph(path, arrays, params, source, **options) -> Path:
     build_store(path, **graph, split=split or None, source=source, **options)
     counted = files.read_meta(path)["edges"]
     if one_way := counted["one_way"]:
-        share = f"{one_way:,} of {counted['one_way_of']:,} edges"
-        arrays.say(f"{share} have no reverse: messages go one way; --symmetrize adds the reverses")
+        arrays.say(
+            f"{one_way:,} of {counted['one_way_of']:,} edges have no reverse: "
+            "messages go one way; --symmetrize adds the reverses"
+        )
     if "node_names" not in graph:
         for kind in counted["from_one"]:
             node = f"node 0 of type {kind}" if kind else "node 0"
@@ -400,8 +411,10 @@ def _say_whose_times(arrays, graph):
         what = "each gets that of its source (node_time)" if timed else "they are always seen"
         arrays.say(f"edges{of} have no times: {what}")
     if timed and (timeless := sorted(graph["node_types"].keys() - timed.keys())):
-        see = "they see all edges, and those that would get their time are always seen"
-        arrays.say(f"nodes of {', '.join(timeless)} have no times: {see}")
+        arrays.say(
+            f"nodes of {', '.join(timeless)} have no times: "
+            "they see all edges, and those that would get their time are always seen"
+        )
 
 
 def _labels_as_features(arrays, labels, split, num_classes, random):
@@ -418,8 +431,8 @@ def _labels_as_features(arrays, labels, split, num_classes, random):
         features[shown] = labels[shown] == 1
     else:
         features[shown, labels[shown]] = 1
-    words = f"half of the training nodes ({len(shown):,}) show their labels as features"
-    return split, features, words
+    how = f"half of the training nodes ({len(shown):,}) show their labels as features"
+    return split, features, how
 
 
 def _symmetrized(graph, asked):
@@ -429,9 +442,8 @@ def _symmetrized(graph, asked):
         return True, "edges are made symmetric"
     src, dst = convert.integers("edge_index", graph["edge_index"], 2, "M")
     num_nodes = len(graph["labels"])
-    num_edges = len(src)
     mirrored = int(np.isin(dst * num_nodes + src, src * num_nodes + dst).sum())
-    if asked or mirrored < MIRRORED * num_edges:
+    if asked or mirrored < MIRRORED * len(src):
         return True, "every edge gets a reverse of its type"
-    have = f"{mirrored:,} of {num_edges:,} edges have a reverse"
-    return False, f"{have}, of whatever type: none is added"
+    how = f"{mirrored:,} of {len(src):,} edges have a reverse, of whatever type: none is added"
+    return False, how

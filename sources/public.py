@@ -273,5 +273,7 @@ def download(url, target, progress=False):
         os.replace(part, target)
         sync(target.parent)
     except (OSError, http.client.HTTPException) as error:
-        advice = f"run it again to go on (remove {part} to begin anew), or put the file at {target}"
-        raise StoreError(f"the download of {url} failed: {error}; {advice}") from error
+        raise StoreError(
+            f"the download of {url} failed: {error}; "
+            f"run it again to go on (remove {part} to begin anew), or put the file at {target}"
+        ) from error

@@ -26,12 +26,15 @@ def found(arrays, count, choice=None):
     rows = {part: _rows(arrays, name, count) for part, name in names.items()}
     counts = sorted({len(splits) for splits in rows.values()} - {1}) or [1]
     if len(counts) > 1:
-        numbers = " and ".join(map(str, counts))
-        names = ", ".join(names.values())
-        raise arrays.error(f"it has {numbers} splits in {names}: the same number is needed")
+        raise arrays.error(
+            f"it has {' and '.join(map(str, counts))} splits in {', '.join(names.values())}: "
+            "the same number is needed"
+        )
     if choice is not None and (counts[0] == 1 or not 0 <= choice < counts[0]):
-        has = f"it has {plural(counts[0] if names else 0, 'split')}"
-        raise arrays.error(f"no split={choice}: {has}, and only several are numbered, from 0")
+        raise arrays.error(
+            f"no split={choice}: it has {plural(counts[0] if names else 0, 'split')}, "
+            "and only several are numbered, from 0"
+        )
 
     def ids_of(splits, number):
         row = splits[number % len(splits)]

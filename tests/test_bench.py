@@ -99,7 +99,7 @@ types --data nosuch | No such file or directory: 'nosuch/aifb.nt.gz'
 step --batch 3 | error: --batch is no flag: did you mean --batch-size or --batches?
 gpu | python -m bench: gpu needs a CUDA GPU
 attack --only nosuch | python -m bench: --only nosuch: one of mmap, lmdb
-store --parts build,x | python -m bench: --parts x: choose from build,train,pages
+store --parts build,x | python -m bench: --parts x: choose from build,train,procs,pages
 gpu --minutes -1 | argument --minutes: '-1' is not a number of at least 0
 """
 

@@ -166,7 +166,7 @@ EXTRAS = {  # its own files; words of lines, or of names of functions and classe
         "choose_mode|placements|memory_lines|check_memory|memory_options|dry_run|weight_bytes|largest_batch|advice",
     ),
     "tables": (
-        "extras/tables.py extras/graph_tables.py",
+        "extras/tables.py extras/node_tables.py extras/graph_tables.py",
         "pyarrow|[.]csv|[.]parquet|table_library|rows_of_nodes",
     ),
     "DGL and PyG": ("extras/dgl.py", "dgl|DGL|to_pyg|torch_geometric|PyG"),
@@ -609,7 +609,7 @@ DELETED = {  # an extra: its files, all for ""; commands that are then refused, 
     "disjoint": ("disjoint", "NeighborSampler(*graph, [2], disjoint=True)"),
     "links": ("links ranking edge_split common_neighbours paths", "train('--task link')"),
     "small graphs": ("graphs graph_store molecules regressor", "train('--task graph', **small)"),
-    "tables": ("graph_tables tables", "tables()"),
+    "tables": ("graph_tables node_tables tables", "tables()"),
     "CUDA graphs": ("step_graphs", "train('--cuda-graph off')"),
     "what one flag asks for": (
         "pictures export sage_pool cache lookahead pinned warm_start class_report",

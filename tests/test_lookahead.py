@@ -581,7 +581,7 @@ def test_caches_are_placed_by_mode(tmp_path, monkeypatch, capsys):
         run.dry_run = True
         assert cache.cached(ddp.Ranks(), run, task, used, graph.features) is graph.features
         printed = capsys.readouterr().out
-        assert re.search(r"this disk: [\d,]+ random rows/s, at most [\d,.]+ batches/s", printed)
+        assert re.search(r"this disk: [\d,]+ random pages/s, at most [\d,.]+ batches/s", printed)
     run.cache = 9 << 20
     with pytest.raises(StoreError, match="--cache: rows of 6.14 MB do not fit into"):
         cache.cached(ddp.Ranks(), run, task, used, graph.features)

@@ -1,4 +1,4 @@
-"""Tests: extras/tables.py and extras/graph_tables.py."""
+"""Tests: extras/tables.py, extras/node_tables.py and extras/graph_tables.py."""
 
 import bz2
 import collections
