@@ -68,7 +68,7 @@ class Nodes:
         number = whole_of(cell)
         if self.names:
             return self._numbers.get(number)
-        return number if number in range(self.count) else None
+        return number if number is not None and 0 <= number < self.count else None
 
     def have(self, cells) -> bool:
         """Whether all cells of `Table.sample` may refer to nodes."""
