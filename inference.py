@@ -166,6 +166,7 @@ def checked_part(indptr, indices, rank, world):
     # ranks' parts have equal numbers of edges
     shares = int(indptr[-1]) * torch.arange(world + 1, device="cpu") // world
     bounds = torch.searchsorted(indptr, shares)
+    bounds[0] = 0  # also if offsets are damaged
     bounds[-1] = len(indptr) - 1
     first, last = bounds[rank : rank + 2].tolist()
     ends = indptr[first : last + 1]

@@ -219,13 +219,14 @@ class NodeLoader:
     def seeds(self, seeds):
         # in host memory: a GPU would index it on a stream no slot waits for
         seeds = torch.from_numpy(part_ids("seeds", seeds, self._length))
-        ids = np.sort(seeds.numpy())
-        again = ids[1:][ids[1:] == ids[:-1]]
-        if len(again) and not (self.draw or self.load_batch):
-            raise ValueError(
-                f"seeds has node {again[0]} more than once: give it once, or a `draw` that samples "
-                "batch.seeds.unique(return_inverse=True)"
-            )
+        if not (self.draw or self.load_batch):
+            ids = np.sort(seeds.numpy())
+            again = ids[1:][ids[1:] == ids[:-1]]
+            if len(again):
+                raise ValueError(
+                    f"seeds has node {again[0]} more than once: give it once, or a `draw` that samples "
+                    "batch.seeds.unique(return_inverse=True)"
+                )
         self._seeds = seeds
         # with limits, of all processes' passes:
         self.bounds = {}  # of one epoch: {epoch: bounds of its passes}

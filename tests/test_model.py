@@ -233,6 +233,7 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
     wide = torch.randn(90, 13)
     few = blocks[0]._replace(src_nodes=blocks[0].src_nodes[:2])
     outer = NeighborSampler(*graph, [3]).sample(torch.arange(9), 0, relabel_outer=False)
+    damaged = graph[0].clone().index_fill_(0, torch.arange(1, 50), -7), graph[1]
     needed = "rows: .* are needed, one for each of block.src_nodes"
     for words, error, call in (
         (needed, ValueError, lambda: net(blocks[::-1], x, edges=edges[::-1])),
@@ -242,6 +243,7 @@ def test_model_refuses_other_rows_than_those_of_its_blocks(name):
         ("a block has global ids", ValueError, lambda: layer(*outer, x, **given)),
         ("shape|size|must", RuntimeError, lambda: layer(blocks[0], wide[: len(rows)], **given)),
         ("shape|size|must", RuntimeError, lambda: inference(net, *graph, wide, edges=graph_edges)),
+        ("in indptr of", IndexError, lambda: inference(net, *damaged, x, edges=graph_edges)),
     ):
         _refuses(words, call, error=error)
     if name == "sage":
