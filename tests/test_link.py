@@ -725,12 +725,12 @@ def test_threads_that_end_keep_no_memory_of_paths():
     indptr[1] = 1
     counted = paths.Paths(edge_split.Edges(indptr, sources), torch.ones(V))
     found = []
-    for _ in range(12):
+    for _ in range(40):
         thread = threading.Thread(target=counted.between, args=[torch.tensor([[0, 2]])])
         thread.start()
         thread.join()
         found.append(resident())
-    assert found[-1] - found[1] < 5 * 8 * V  # of ten threads
+    assert found[-1] - found[15] < 12 * 8 * V  # of 24 threads; malloc keeps what some have freed
 
 
 def test_defaults_of_links_yield_to_what_is_typed_and_resumed(tmp_path):
