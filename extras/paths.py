@@ -10,8 +10,17 @@ from functools import cached_property
 import torch
 
 from native import kernels
+from sampler import expand
 
+MANY = 100_000  # edges of two steps from a source, which take longer than a training step for it
 CHUNK = 1 << 22  # most elements of a dense matrix
+
+
+def num_steps(indptr, indices, sources):
+    """Count the edges of two steps from sources int64 [n], in the mean: what paths from a source cost."""
+    degree = indptr.diff()
+    neighbours = indices[expand(indptr[sources], degree[sources])].long()
+    return int(degree[neighbours].sum()) // max(len(sources), 1)
 
 
 class Paths:

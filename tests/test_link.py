@@ -733,6 +733,17 @@ def test_threads_that_end_keep_no_memory_of_paths():
     assert found[-1] - found[15] < 12 * 8 * V  # of 24 threads; malloc keeps what some have freed
 
 
+def test_paths_of_a_graph_with_hubs_are_said_to_be_slow(tmp_path, capsys, monkeypatch):
+    """Each node of a star of 200 has 200 edges of two steps, and so has its centre."""
+    monkeypatch.setattr(link, "MANY", 150)
+    star = np.stack([np.zeros(200, int), 1 + np.arange(200)])
+    x = np.ones((201, 1), np.float32)
+    path = build_store(tmp_path / "star", edge_index=star, features=x, symmetrize=True)
+    for words, said in (("", True), ("--scorer ncn", False)):
+        assert _code(f"{LINK} --dataset {path} --dry-run --edge-split none {words}") == 0
+        assert ("take 200 edges a pair" in capsys.readouterr().out) == said
+
+
 def test_defaults_of_links_yield_to_what_is_typed_and_resumed(tmp_path):
     def chosen(words):
         flags = train.parse_args(f"--task link --gpus 0 {words}".split())
