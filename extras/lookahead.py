@@ -198,7 +198,7 @@ class LookaheadCache(CachedFeatures):
     Args:
         features: `MappedRows`. budget: bytes of rows to keep in memory.
         lookahead: batches in the window; None: enough to use each page TOUCHES times, while their blocks fit into a
-            quarter of the budget plus a 32nd of `room`; 0 where no pages are planned.
+            quarter of the budget plus a 32nd of `room`, and into half of `room`; 0 where no pages are planned.
         hot: [V] scores, such as `expected_visits`; the rows with the highest are kept in memory.
         batches: expected number of batches (None: unknown); short runs plan no pages.
         together: `Together` of the processes of this machine that read the table; they gather equally often.
@@ -354,10 +354,11 @@ class LookaheadCache(CachedFeatures):
             size = 20 * max(1, rows)
             for block in batch.blocks:
                 size += sum(tensor.nbytes for tensor in block if tensor is not None)
-            fitting = (self.budget / 4 + self.room / 32) / world / size
+            fitting = min(self.budget / 4 + self.room / 32, self.room / 2) / world / size
             self.lookahead = int(min(TOUCHES * table / touched, fitting)) + 1 if self.room else 0
             # the window is in the memory that was counted as pages'
             self.room = max(0, self.room - int(self.lookahead * world * size))
+            self.lookahead *= self.room > 0
         if self.together:
             self.room, self.lookahead = self.together.agreed(self.room, self.lookahead)
         if not self.room or self.together and not self.together.plans:

@@ -491,6 +491,16 @@ def test_the_page_cache_keeps_the_pages_that_are_planned(width, budget, tmp_path
     assert sum(map(len, dropped)) > 100
 
 
+def test_a_window_leaves_half_of_the_room_to_pages_or_there_is_none(tmp_path, monkeypatch):
+    graph, _ = _on_disk(tmp_path, monkeypatch, 256, share=0.02)
+    for room, kept in ((None, True), (1, False)):
+        rows = LookaheadCache(graph.features, 2_000_000, room=room)
+        before = rows.room
+        next(iter(_loader(graph, rows, depth=0)))
+        assert bool(rows.pages) == bool(rows.lookahead) == kept
+        assert not kept or 0.4 * before < rows.room < 0.6 * before
+
+
 def test_epochs_that_are_left_early_leave_no_pages_behind(tmp_path, monkeypatch):
     graph, _ = _on_disk(tmp_path, monkeypatch, 256)
     planned, dropped = _told(monkeypatch)
