@@ -54,7 +54,10 @@ def molecules(tu):
     once = src < dst
     graph = np.repeat(np.arange(len(tu["labels"])), np.diff(tu["edge_offsets"]))
     bonds = np.bincount(graph[once], minlength=len(tu["labels"]))
-    tags = tu.get("node_tag", np.zeros(tu["node_offsets"][-1], np.uint8))
+    tags = tu["node_tag"]
+    if not tags.any():  # of no meaning: degrees, as in GIN's paper
+        ends = np.repeat(tu["node_offsets"][:-1], np.diff(tu["edge_offsets"])) + dst
+        tags = np.minimum(np.bincount(ends, minlength=len(tags)), 255)
     return {
         "node_offsets": tu["node_offsets"],
         "bond_offsets": np.append(0, bonds.cumsum()),

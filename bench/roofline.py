@@ -190,7 +190,7 @@ def step_costs(args, store, dtype):
     features = getattr(features, "tensor", features)
     features = features if ask(store.features, "coded") else features.to(dtype)
     costs = Costs(features)
-    settings = {**vars(args), "total_batch": args.batch_size}
+    settings = {**vars(args), "total_batch": args.batch_size, "conv": CONVS[args.model]}
     settings = types.SimpleNamespace(
         **settings, input_dropout=0, edge_features=None, mode="cuda-cuda"
     )

@@ -465,7 +465,7 @@ def flags(kinds):
             scorer=kinds.fixed(
                 kinds.one_of("paths", "ncn", "dot", "distmult", "mlp"),
                 "paths",
-                "how pairs are scored; ncn: also by common neighbours; paths: and paths of 3 edges",
+                "ncn: also by common neighbours; paths: and paths of 3 edges",
                 needs=[without_times],
                 default_is_off=False,
             ),
