@@ -11,8 +11,9 @@ counts if both of its edges are seen at the time of the pair, and d is the numbe
 
 A column is log(1 + s) of such a sum s, in units of the weight of a node of typical degree. Without times the next one is the
 same of the sum of extras/paths.py. The last columns are about the destination alone: log(1 + n) for n edges into it that
-are seen and, with times, how recent the last of them is: log((T + 1) / (a + 1)) for an age a, where T is the span of all times; 0 without any, or if that one is `ALWAYS` seen. Of
-these edges only those before the time of the pair are seen: in training a pair's own edge is at that time.
+are seen and, with times, how recent the last of them is: log((T + 1) / (a + 1)) for an age a, where T is the span of all
+times; 0 without any, or if that one is `ALWAYS` seen. Of these edges only those before the time of the pair are seen: in
+training a pair's own edge is at that time.
 """
 
 from functools import cached_property

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from disk.columns import NAMES, types_called
 from disk.files import StoreError, plural, reading, sha256_of
 from extras import extra
-from extras.common_neighbours import COMMON, CommonNeighbours
+from extras.common_neighbours import CommonNeighbours
 from extras.edge_split import (
     HELD_OUT,
     Edges,
@@ -37,7 +37,7 @@ from extras.edge_split import (
     view_of,
 )
 from extras.paths import MANY, num_steps
-from extras.ranking import Evaluation, Negatives, Scorer, at_times, distinct
+from extras.ranking import COLUMNS, Evaluation, Negatives, Scorer, at_times, distinct
 from extras.times import edge_times
 from sampler import mix
 from sources.splits import say_empty_parts
@@ -194,9 +194,9 @@ def joined_to_scorer(network, _, output):
 
 
 def columns_of(flags):
-    """Return how many columns of `CommonNeighbours` the scorer takes."""
-    timed = flags.temporal in ("at", "before")
-    return len(COMMON) + (2 * timed if flags.scorer == "ncn" else 1)
+    """Return how many columns of `CommonNeighbours` the scorer takes: with times also those of the destination."""
+    count = COLUMNS.get(flags.scorer, 0)
+    return count + 2 if count and flags.temporal != "off" else count
 
 
 class LinkTask(Task):
@@ -329,8 +329,8 @@ class LinkTask(Task):
         self.draw = self.links.draw
 
     def _common(self, args, indptr, indices):
-        """Return the `CommonNeighbours` of --scorer ncn and paths, else None."""
-        if args.scorer not in ("ncn", "paths"):
+        """Return the `CommonNeighbours` for a scorer that takes columns of it, else None."""
+        if not columns_of(args):
             return None
         common = self.evaluation.common
         if indices.device.type == "cpu":

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from disk.files import SPLITS, StoreError
 from extras import number_before
-from extras.common_neighbours import CommonNeighbours, chunks_of, destinations_of
+from extras.common_neighbours import COMMON, CommonNeighbours, chunks_of, destinations_of
 from extras.edge_split import HELD_OUT, Edges, there_since
 from native import kernels
 from sampler import expand, mix, prefix_sum, random_bits
@@ -191,23 +191,27 @@ def at_times(nodes, times, num_nodes):
 # ---- scorers
 
 
+# scorers that see what the nodes of a pair have in common: how many columns of `CommonNeighbours`, of pairs without times
+COLUMNS = {"ncn": len(COMMON), "paths": len(COMMON) + 1}
+
+
 class Scorer(nn.Module):
     """Scores pairs of embeddings, as the logit of an edge: "dot", the dot product; "distmult", with a weight per column
     (arXiv 1412.6575); "mlp", a network with one hidden layer on the elementwise product; "ncn", as distmult of embeddings of
-    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: its first so many columns); "paths", the
-    same."""
+    length 3, plus a weighted sum of what the nodes have in common (`CommonNeighbours`: its first `columns`; None: as in COLUMNS); "paths",
+    the same."""
 
-    def __init__(self, kind, width, columns=4):
+    def __init__(self, kind, width, columns=None):
         super().__init__()
         self.kind = kind
-        self.columns = columns if kind in ("ncn", "paths") else 0
+        self.columns = COLUMNS.get(kind, 0) if columns is None else columns
         weighted = self.columns or kind == "distmult"
         self.relation = nn.Parameter(torch.ones(width)) if weighted else 1.0
         if kind == "mlp":
             self.mlp = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
         if self.columns:
-            self.common = nn.Linear(columns, 1)
-            nn.init.constant_(self.common.weight, 0.4 / columns)
+            self.common = nn.Linear(self.columns, 1)
+            nn.init.constant_(self.common.weight, 0.4 / self.columns)
 
     def forward(self, source, destination, features=None):
         """Score source [..., D] with destination [..., D], which broadcast -> logits [...]. features: [..., columns] of the
