@@ -36,7 +36,6 @@ from extras.edge_split import (
     there_since,
     view_of,
 )
-from extras.paths import MANY, num_steps
 from extras.ranking import COLUMNS, Evaluation, Negatives, Scorer, at_times, distinct
 from extras.times import edge_times
 from sampler import mix
@@ -422,14 +421,6 @@ class LinkTask(Task):
                 f"advice  a step leaves its own {args.total_batch:,} of {pairs:,} pairs out of the "
                 "messages, so that nodes have few neighbours left: give a smaller --batch-size"
             )
-        if args.scorer == "paths":
-            sources = self.store.pairs["train"][:: pairs // 1024 + 1, 0]
-            steps = num_steps(self.store.indptr, self.store.indices, sources)
-            if steps > MANY:
-                yield (
-                    f"advice  paths of 3 edges take {steps:,} edges a pair, as some nodes have very "
-                    "many: --scorer ncn is faster"
-                )
 
 
 TASK = LinkTask

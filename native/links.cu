@@ -103,15 +103,15 @@ static __thread double *steps;  // of weights[a] over u <- a <- b, for each b; 0
 static __thread i64 size;
 static pthread_key_t ends;  // frees them when a thread ends: each epoch has threads of its own
 __attribute__((constructor)) static void loaded(void) { pthread_key_create(&ends, free); }
-// Add up these sums; without weights, set them to 0.
-static void walk(const i64 *indptr, const ID *sources, i64 u, const float *weights) {
+// Add up these sums, or set them to 0.
+static void walk(const i64 *indptr, const ID *sources, i64 u, const float *weights, int clear) {
   for (i64 one = indptr[u]; one < indptr[u + 1]; one++) {
     const i64 a = sources[one];
-    if (a == u || (one > indptr[u] && sources[one - 1] == a)) continue;
+    if (a == u || !weights[a] || (one > indptr[u] && sources[one - 1] == a)) continue;
     for (i64 two = indptr[a]; two < indptr[a + 1]; two++) {
       const i64 b = sources[two];
       if (b == a || (two > indptr[a] && sources[two - 1] == b)) continue;
-      steps[b] = weights ? steps[b] + weights[a] : 0;
+      steps[b] = clear ? 0 : steps[b] + weights[a];
     }
   }
 }
@@ -132,7 +132,7 @@ KERNEL paths(const i64 *pairs, i64 P, i64 lanes, i64 V, const i64 *indptr, const
       if (!steps || pthread_setspecific(ends, steps)) FAIL;
       size = V;
     }
-    walk(indptr, sources, u, weights);
+    walk(indptr, sources, u, weights, 0);
     for (; pair < pairs + 2 * P && pair[0] == u; pair += 2) {
       const i64 v = pair[1], start = indptr[v];
       const double back = u != v && is_edge(indptr, sources, v, u) ? weights[v] : 0;  // of v as a
@@ -144,7 +144,7 @@ KERNEL paths(const i64 *pairs, i64 P, i64 lanes, i64 V, const i64 *indptr, const
       }
       sums[(pair - pairs) / 2 * lanes] = (float)sum;
     }
-    walk(indptr, sources, u, 0);
+    walk(indptr, sources, u, weights, 1);
     return;
   }
 #endif
@@ -152,7 +152,7 @@ KERNEL paths(const i64 *pairs, i64 P, i64 lanes, i64 V, const i64 *indptr, const
   float sum = 0;
   for (i64 place = indptr[u] + i % lanes; place < indptr[u + 1]; place += lanes) {
     const i64 a = sources[place];
-    if (a == u || a == v || (place > indptr[u] && sources[place - 1] == a)) continue;
+    if (a == u || a == v || !weights[a] || (place > indptr[u] && sources[place - 1] == a)) continue;
     const int less = indptr[a + 1] - indptr[a] < indptr[v + 1] - indptr[v];
     sum += weights[a] * shared(indptr, sources, less ? a : v, less ? v : a, u, v, weights);
   }
