@@ -386,7 +386,7 @@ def flags(kinds):
             lookahead=kinds.free(
                 kinds.COUNT_OR_0,
                 None,
-                "keep the pages used soonest in the next N batches (default: two uses of each)",
+                "keep the pages used soonest in the next N batches (default: three uses of each)",
             )
         )
     }
