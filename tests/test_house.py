@@ -23,8 +23,8 @@ HERE = Path(__file__).resolve().parents[1]
 # Size is counted in tokens without docstrings and comments: lines may be as many as reading needs. A number is raised only
 # in a commit that says what the tokens bought.
 LIMITS = {
-    "tokens of product Python": 165_430,
-    "tokens of C and CUDA": 30_050,
+    "tokens of product Python": 165_400,
+    "tokens of C and CUDA": 30_065,
     "tokens of bench": 37_100,
     "tokens of tests": 181_500,
     "lines of README": 198,
