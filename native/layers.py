@@ -501,7 +501,7 @@ def linear(x, weight, bias=None):
     many rows by `weight_grad` and `bias_grad`."""
     if (
         x.dim() == 2
-        and (is_gpu(x.device) and len(x) >= LONG or _for_onednn(x, weight))
+        and (len(x) >= LONG if is_gpu(x.device) else _for_onednn(x, weight))
         and not torch.is_autocast_enabled(x.device.type)
         and not followed()
     ):

@@ -25,6 +25,7 @@ from bench import attack, defaults, gpu_graph, picture, predict
 from bench import gpu as bench_gpu
 from bench.tools import exit_code
 from extras.graph_store import block_diagonal
+from native import layers
 from run import flags
 from sampler import NeighborSampler
 from sources import cli
@@ -85,6 +86,15 @@ def test_bench_roofline_counts_what_kernels_are_launched_with(tmp_path):
             row = rows[kernel]
             assert round(1e6 * row["MB"] / row["launches"]) in (most, most - size * n)
         assert products and whole["MB"] == pytest.approx(sum(row["MB"] for row in parts))
+
+
+def test_bench_roofline_counts_no_kernel_that_only_a_cpu_gains_from(tmp_path, monkeypatch):
+    for name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):  # as train.py sets them
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(layers, "WORTH_COMPILING", 0)
+    words = f"roofline --dataset {TINY} --fanout 4,3 --batch-size 32 --model gin"
+    for rows in _bench(words, tmp_path / "r.json")["kernels"].values():
+        assert "norm_relu" in rows and "column_sums" not in rows  # of fewer rows than LONG
 
 
 BAD_WORDS = """
