@@ -25,6 +25,7 @@ import shutil
 import stat
 import struct
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -435,6 +436,10 @@ def info_lines(lines, graph) -> str:
     }
     width = max(14, *map(len, lines))
     return "\n".join(f"{name:<{width}} {value}" for name, value in lines.items())
+
+
+# tqdm's own lock is a system semaphore, which a killed process leaves behind
+tqdm.set_lock(threading.RLock())
 
 
 def progress_bar(progress, **options):

@@ -33,7 +33,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tqdm import tqdm
 
 import sampler
 import train
@@ -84,8 +83,6 @@ def _in_fork(output, cwd, function, args):
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     sys.stdout.reconfigure(line_buffering=True)
-    # tqdm's default lock is a system semaphore, which a killed process would leave behind
-    tqdm.set_lock(threading.RLock())
     os.chdir(cwd)
     torch.set_num_threads(torch.get_num_threads())  # see tests/parallel.py
     gc.freeze()  # as there
@@ -409,8 +406,6 @@ def _in_child(work):
         code = 1
         try:
             torch.set_num_threads(1)
-            # tqdm's own lock is shared with the parent, and would die with the child
-            tqdm.set_lock(threading.RLock())
             work()
             code = 0
         except BaseException:

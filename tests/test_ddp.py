@@ -356,6 +356,19 @@ def test_no_rank_outlives_a_parent_that_ends_while_it_imports_torch(number, tiny
     assert _gone(family, 60) and "Traceback" not in output, output
 
 
+def test_a_killed_rank_ends_the_run_in_one_sentence_and_leaves_no_semaphore(tiny, tmp_path):
+    """Of spawned ranks: the semaphores of forked ones have no name that could stay."""
+    words = f"--dataset {tiny} --gpus 0 --procs 2 --epochs 100000 --checkpoint {tmp_path}/c.pt"
+    process = _start(words)
+    _wait_for((tmp_path / "c.pt").is_file, process)
+    ranks = [p for p in _running_below(process.pid) if "spawn_main" in _proc(p, "cmdline")]
+    os.kill(ranks[-1], signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+    last = output.strip().rpartition("\n")[2]
+    assert last.endswith("was killed by SIGKILL, as the system does when memory runs out")
+
+
 def _in_a_session(*words):
     os.setsid()
     return train.main([*words])
