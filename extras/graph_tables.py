@@ -175,16 +175,23 @@ def edges(file, folder, nodes, keep=(), ignore=(), *, ids=(), say=print):
     return arrays.pop("ends").T, arrays
 
 
-def pairs_of_table(file, store, say=print) -> np.ndarray:
+def pairs_of_table(file, store, edge_type=None, say=print) -> np.ndarray:
     """Read pairs of nodes of a store from a table of sources and destinations, as in a table of edges -> their names, int64 or
-    text, or their numbers if they have none, [n, 2]. say: prints a line."""
+    text, or their numbers if they have none, [n, 2]. edge_type: number of the type of their edges: columns may be called as its
+    types of nodes. say: prints a line."""
     import pyarrow
 
     names = store.node_names()
     numbers = digits(pyarrow.array(names or [], "string"))
     names = names if not names or numbers is None else numbers.tolist()
-    nodes = Nodes(store.num_nodes, store.path, names)
-    pairs = edges(file, tempfile.gettempdir(), nodes, None, say=say)[0].T
+    types = [""]
+    if edge_type is not None and store.node_types:
+        types = store.edge_types[edge_type].split(",")[::2]
+    nodes = {kind: Nodes(store.num_nodes, store.path, names) for kind in types}
+    for kind, of in nodes.items():
+        of.id_name = kind
+    ends = Ends(nodes[types[0]], nodes[types[-1]])
+    pairs = edges(file, tempfile.gettempdir(), ends, None, say=say)[0].T
     return np.array(names)[pairs] if names else pairs
 
 
@@ -381,7 +388,11 @@ def _found_ends(table, nodes, taken=()) -> list[int]:
     of = nodes.source
     found = [table.named(end) for end in nodes._fields]
     if of is not nodes.destination:
-        called = [columns_called(table, {end.type, end.id_name}) for end in nodes]
+        called = [columns_called(table, {end.type or end.id_name, end.id_name}) for end in nodes]
+        # in a table of pairs the other column is the other end
+        if any(called) and not of.type and table.width == 2:
+            source, destination = called
+            called = [source or [1 - destination[0]], destination or [1 - source[0]]]
         found = called if any(called) else found
     if [*map(len, found)] == [1, 1]:
         return sum(found, [])

@@ -273,7 +273,7 @@ class LinkTask(Task):
                 pairs = np.load(file, allow_pickle=False)
             else:
                 of_table = extra(".graph_tables", name).pairs_of_table
-                pairs = of_table(file, self.store, lambda line: say(f"pairs   {line}"))
+                pairs = of_table(file, self.store, edge_type, lambda line: say(f"pairs   {line}"))
             self.asked = checked_pairs(name, pairs, self.store, edge_type)
             self.named = np.char.decode(pairs, "utf-8") if pairs.dtype.kind == "S" else pairs
 

@@ -16,7 +16,7 @@ import torch
 import ddp
 import train
 from disk.columns import ALWAYS
-from extras import common_neighbours, edge_split, paths, ranking
+from extras import common_neighbours, edge_split, graph_tables, paths, ranking
 from extras import links as link
 from inference import inference
 from loader import Batch, Graph, NodeLoader, from_edge_index
@@ -757,7 +757,7 @@ def test_defaults_of_links_yield_to_what_is_typed_and_resumed(tmp_path):
     assert chosen(f"--resume {tmp_path}/l.pt") == ("sage", 1, 0.5, "dot")
 
 
-def _bought(folder, users, items, often=0.5, full=0, **changes):
+def _bought(folder, users, items, often=0.5, full=0, names=None, **changes):
     """Make a store of users who buy items, the first `full` of them every item."""
     rng = np.random.default_rng(0)
     bought = rng.random((users, items)) < often
@@ -768,8 +768,27 @@ def _bought(folder, users, items, often=0.5, full=0, **changes):
     features = {name: rng.normal(size=(n, 8)).astype(np.float32) for name, n in sizes.items()}
     graph = {"edge_index": {kind: np.stack([source, destination])}, "features": features}
     changes = {name: {kind: values[: len(source)]} for name, values in changes.items()}
-    path = build_store(folder / f"{users}-{items}", node_types=sizes, **graph, **changes)
+    graph |= {"node_names": names, **changes}
+    path = build_store(folder / f"{users}-{items}", node_types=sizes, **graph)
     return GraphStore.open(path)
+
+
+def test_columns_of_pairs_are_known_by_the_types_of_nodes(tmp_path):
+    """In any order, where users and items have the same ids."""
+    store = _bought(tmp_path, 8, 6, names={"user": range(8), "item": range(6)})
+    file = tmp_path / "pairs.csv"
+    headers = {"source,target": [3, 5], "user,item_id": [3, 5], "user_id,sku": [3, 5]}
+    for header, ends in (headers | {"item,user_id": [5, 3], "sku,user": [5, 3]}).items():
+        file.write_text(f"{header}\n3,5\n")
+        assert graph_tables.pairs_of_table(file, store, 0).astype(int).tolist() == [ends], header
+    file.write_text("user,user_id\n3,5\n")
+    _refuses(
+        "user, user_id: call one source, one destination",
+        graph_tables.pairs_of_table,
+        file,
+        store,
+        0,
+    )
 
 
 @pytest.mark.parametrize("kind", ["small", "large", "timed"])
