@@ -23,10 +23,10 @@ HERE = Path(__file__).resolve().parents[1]
 # Size is counted in tokens without docstrings and comments: lines may be as many as reading needs. A number is raised only
 # in a commit that says what the tokens bought.
 LIMITS = {
-    "tokens of product Python": 165_400,
+    "tokens of product Python": 165_550,
     "tokens of C and CUDA": 30_065,
     "tokens of bench": 37_100,
-    "tokens of tests": 181_500,
+    "tokens of tests": 181_760,
     "lines of README": 198,
     "longest file": 948,
     "functions above 80 lines": 0,
@@ -38,7 +38,7 @@ LIMITS = {
     "entries in the root": 23,
     "floors of imports": 10,
     "modules in a circle": 0,
-    "arrows": 280,
+    "arrows": 278,
     "arrows from the core to extras": 0,
     "private names read from outside": 0,
     "fmt: skip": 0,

@@ -730,6 +730,7 @@ def test_threads_that_end_keep_no_memory_of_paths():
     degree[first] = 128
     indptr = prefix_sum(degree)
     counted = paths.Paths(edge_split.Edges(indptr, sources), torch.ones(V))
+    assert (counted.weights == 0).nonzero().tolist() == [[0]]  # the only hub
     found = []
     for _ in range(40):
         thread = threading.Thread(target=counted.between, args=[torch.tensor([[0, 2]])])
