@@ -96,11 +96,11 @@ def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
     _, _, rows = _table(tmp_path, 1000, 1024)
     if not rows.direct:
         pytest.skip("this file system has no direct reads")
-    # gaps of up to 4 KiB are read, too; of 300 rows in order no more than these
-    ids = torch.tensor([5, 0, 11, 7, 8, 8, *range(200, 500), 999])
+    # gaps of less than a page are read, too: a page between two rows may have been dropped by plan
+    ids = torch.tensor([4, 0, 11, 7, 8, 8, *range(200, 500), 999])
     rows.read(ids, _empty(len(ids), 1024))
     assert rows.bytes_read == 1024 * (12 + 300 + 1)
-    rows.read(torch.tensor([17, 5, 11]), _empty(3, 1024))
+    rows.read(torch.tensor([16, 6, 11]), _empty(3, 1024))
     assert rows.bytes_read == 1024 * (12 + 300 + 1 + 3)
 
 
