@@ -220,11 +220,12 @@ def cached(ranks, plan, task, used, features):
     tiers = lookahead.settled_tiers(rows, visits, gpu, host * ranks.local_world, ranks.local_world)
     ranks.say(f"memory  {tiers.line}")
     if plan.dry_run:
-        speed = lookahead.reads_per_second(rows)
-        most = speed / max(tiers.reads, 1e-9) / ranks.local_world
-        ranks.say(
-            f"memory  this disk: {speed:,.0f} random pages/s, at most {most:,.1f} batches/s a process"
-        )
+        if tiers.reads >= 1:
+            speed = lookahead.reads_per_second(rows)
+            most = speed / tiers.reads / ranks.local_world
+            ranks.say(
+                f"memory  this disk: {speed:,.0f} random pages/s, at most {most:,.1f} batches/s a process"
+            )
         return features
     host, room = map(min, zip(*ranks.gather((tiers.host, tiers.room))))
     rows.reserve(host)

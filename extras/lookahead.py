@@ -52,7 +52,8 @@ class KeptPages:
         self.reader = reader
         self.code = library("pages")
         end = reader.offset + reader.rows * reader.row_bytes
-        self.state = self.code.pages_open(-(-end // mmap.PAGESIZE), places, lookahead)
+        pages = -(-end // mmap.PAGESIZE)
+        self.state = self.code.pages_open(pages, min(places, pages), lookahead)
         if not self.state:
             raise StoreError(f"no memory to plan {places:,} pages of {reader.path}")
 

@@ -69,7 +69,7 @@ def test_places_and_ids_out_of_range_are_refused(tmp_path):
         said = f"node {bad} is out of range"
         _refuses(said, rows.read, torch.tensor([0, bad]), out, error=IndexError)
     _refuses("node 2 is out of range", rows.read, ids, out, ids + 1, error=IndexError)
-    pages = lookahead.KeptPages(rows, 1, 2)
+    pages = lookahead.KeptPages(rows, 1 << 24, 2)  # more than there are
     _refuses("node 1000000 is out", pages.expect, torch.tensor([10**6]), error=IndexError)
 
 
