@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from bench import tools
 from bench.gpu_graph import SHAPES, Trained, free, kernels_of, make_graph, tiny, with_columns
+from bench.gpu_sums import sums
 from bench.tools import print_table, read_json
 from features import MODES, FeatureRing, gpu_view, share
 from model import SAGE, gather_rows
@@ -379,6 +380,7 @@ def law(args, record):
             if different:
                 raise RuntimeError(f"{different} fields differ")
     print_table("CPU and CUDA", rows)
+    sums(args, record, graph)
 
 
 def commands_of(folder):

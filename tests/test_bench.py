@@ -21,9 +21,9 @@ import model
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, defaults, gpu_graph, picture, predict
+from bench import attack, defaults, gpu_graph, gpu_sums, picture, predict
 from bench import gpu as bench_gpu
-from bench.tools import exit_code
+from bench.tools import exit_code, write_json
 from extras.graph_store import block_diagonal
 from native import layers
 from run import flags
@@ -254,6 +254,36 @@ def test_bench_gpu_draws_seeds_without_a_permutation_of_all_nodes(monkeypatch):
         seeds = graph.seeds
         assert len(seeds) == graph.shape.seeds and (seeds.diff() > 0).all()
         assert seeds[0] < 100 and 2900 < seeds[-1] < graph.shape.nodes
+
+
+def test_bench_gpu_compares_kernels_with_c_and_torch(tmp_path, monkeypatch):
+    """Of all launches of links.cu, norm.cu and aggregate.cu; one wrong number among thousands is said, and the others run."""
+    graph = gpu_graph.make_graph(gpu_graph.tiny(gpu_graph.SHAPES["products"]), "cpu")
+    sizes = {"batch_size": 64, "fanout": [5, 4, 5], "hidden": 32}
+    args = types.SimpleNamespace(out=tmp_path, quick=True, **sizes)
+    record = bench_gpu.Record(args, "law")
+    write_json(record.file, {"parts": {}})
+    record.keep(failed=[])
+    right, calls = gpu_sums.KERNELS["paths"], itertools.count()
+
+    def wrong(of):
+        (sums,) = right(of)
+        sums[7] += 0 if next(calls) else sums.mean()  # the first call is the GPU's
+        return [sums]
+
+    monkeypatch.setitem(gpu_sums.KERNELS, "paths", wrong)
+    gpu_sums.sums(args, record, graph)
+    apart = record.figures["sums"]
+    assert apart.pop("paths")["C"] > gpu_sums.CLOSE and apart.keys() < {*gpu_sums.KERNELS}
+    assert all(row.keys() == {"C", "torch"} and max(row.values()) < 1e-7 for row in apart.values())
+    (said,) = record.figures["failed"]
+    assert re.match("paths: RuntimeError: .* apart", said)
+    text = "".join(
+        Path(model.__file__).with_name("native").joinpath(name).read_text()
+        for name in ("links.cu", "norm.cu")
+    )
+    kernels = re.findall(r"^KERNEL (\w+)\(", text, re.MULTILINE)
+    assert {name.removesuffix("_grad") for name in kernels} <= {*gpu_sums.KERNELS}
 
 
 def test_bench_predict_is_as_near_to_kernels_that_were_held_out():
