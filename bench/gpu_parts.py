@@ -104,7 +104,12 @@ def others(args, folder):
 
 def predicted(name, args):
     """Return what bench predict expected of a run in the shape of ogbn-products -> {kernel: us}, "a step" among them."""
-    return {} if args.quick else read_json(PREDICTED).get("runs", {}).get(name, {})
+    if args.quick:
+        return {}
+    file = read_json(PREDICTED)
+    rows = file.get("runs", {}).get(name, {})
+    steps = {"a step": file["steps"][name]} if name in file.get("steps", {}) else {}
+    return steps | {kernel: row["us"] for kernel, row in rows.items() if "us" in row}
 
 
 def repeated(way):
@@ -181,8 +186,8 @@ def steps(args, record):
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
                 "how": trained.message or "eager",
             }
-            if expected := predicted(name, args):
-                row["predicted_ms"] = expected["a step"] / 1e3
+            if expected := predicted(name, args).get("a step"):
+                row["predicted_ms"] = expected / 1e3
             if name in rest:
                 launched = kernels_of(partial(trained.epochs, 1)).values()
                 row["launches"] = sum(count for count, _ in launched) / trained.steps

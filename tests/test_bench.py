@@ -1,5 +1,6 @@
 """Tests of python -m bench and of what README.md shows."""
 
+import bisect
 import importlib.util
 import itertools
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import model
 import train
@@ -24,6 +26,8 @@ from bench import accuracy as bench_accuracy
 from bench import attack, defaults, gpu_graph, gpu_sums, picture, predict
 from bench import gpu as bench_gpu
 from bench.tools import exit_code, write_json
+from extras.common_neighbours import CommonNeighbours
+from extras.edge_split import Edges
 from extras.graph_store import block_diagonal
 from native import layers
 from run import flags
@@ -294,6 +298,44 @@ def test_bench_predict_is_as_near_to_kernels_that_were_held_out():
     assert np.median(errors) < 0.125
     apart = predict.held_out(rows)
     assert max(apart.values()) < 25 and apart.keys() == {"bytes", "warps", "longest", "L1"}
+
+
+class _Counted(list):
+    reads = 0
+
+    def __getitem__(self, place):
+        self.reads += 1
+        return super().__getitem__(place)
+
+
+def test_bench_predict_counts_what_kernels_of_pairs_read():
+    """As their loops, a list's nodes one by one in the other's: by halves, or from the place of the one before in doubled hops. To a third."""
+    degree = torch.randint(60, 100, (300,), generator=torch.Generator().manual_seed(0))
+    lists = [sorted(np.random.default_rng(d).choice(300, d, False)) for d in degree.tolist()]
+    edges = Edges(F.pad(degree.cumsum(0), (1, 0)), torch.from_numpy(np.concatenate(lists)))
+    recorded = predict.link_launches(edges, 20)
+    threads = {launch.kernel: launch.threads for launch, _ in recorded}
+    assert threads == {"between": 40, "negatives": 20, "common": 40, "paths": 40 * predict.LANES}
+    ends = torch.tensor([[0, 1], [2, 3]])
+    work = predict.link_work(CommonNeighbours(edges), ends, ends)
+    reads = {"common": [], "paths": []}
+    for u, v in ends.tolist():
+        few, many = sorted((lists[u], _Counted(lists[v])), key=len)
+        many = _Counted(many)
+        for node in few:
+            bisect.bisect_left(many, node)
+        reads["common"].append(2 * len(few) + many.reads)
+        for a in lists[u]:
+            few, many = sorted((lists[a], lists[v]), key=len)
+            many, place = _Counted(many), 0
+            for node in few:
+                hop = 1
+                while place + hop < len(many) and many[place + hop] < node:
+                    hop *= 2
+                place = bisect.bisect_left(many, node, place, min(place + hop, len(many)))
+            reads["paths"].append(2 * len(few) + many.reads)
+    for kernel, counted in reads.items():
+        assert work[kernel].longest == pytest.approx(max(counted), rel=0.35), kernel
 
 
 def test_bench_link_takes_steps_beside_dgl(tmp_path):
