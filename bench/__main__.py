@@ -92,7 +92,7 @@ def make_parser():
         choices=[*plain_layers()],
         help="step, link, store, roofline, inference",
     )
-    add("--heads", type=whole, default=1, help="of gat (inference: 4)")
+    add("--heads", type=whole, default=1, help="of gat (inference, predict: 4)")
     # store
     add("--edges", type=whole, default=10_000_000, help="store: edges to build; reverses are added")
     add("--features-gb", type=size, default=0.5, help="store: size of the features to train on")

@@ -519,6 +519,7 @@ def bench_predict(args):
     """Print tables of our kernels in a step of the --models: in fp32 with TF32 products, in bf16, with features in 8 bits; of
     links -> the figures of results/predicted-h200.json."""
     args.seed = 0
+    args.heads = 4  # as by train.py
     file = read_json(TIMES)
     rates = fitted(file["rows"])
     figures = functools.partial(figures_of, rates=rates, errors=held_out(file["rows"]))
