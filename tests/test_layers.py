@@ -644,6 +644,23 @@ def test_features_of_edges_that_pad_a_block_do_not_matter(cuda_layers, conv, mon
     torch.testing.assert_close(found[2:], ours[2:], rtol=1e-4, atol=1e-5)
 
 
+def test_attention_counts_threads_of_more_edges_than_31_bits(tmp_path):
+    """The first self-loop behind so many edges, with one head; a sum that overflowed ended every thread."""
+    source = kernels_gpu.program(torch.int32, torch.float32, torch.float32)
+    kernels = _EmulatedKernels(source, tmp_path, checked=True)
+    tensors = {"source": torch.ones(1, 4), "target": torch.ones(1, 4), "attn": torch.ones(4)}
+    tensors |= {"indptr": torch.zeros(2, dtype=torch.int32), "weights": torch.zeros(1)}
+    nothing = dict.fromkeys(("indices", "self_rows", "dst", "edges", "by", "slopes"))
+    E = 2**31 - 1
+    launch = kernels.prepare(
+        "attention_scores", **tensors, **nothing, S=1, E=E, K=1, D=4, whole=1, wide=0
+    )
+    order = torch.tensor([E])
+    given = ctypes.c_void_p(order.data_ptr()), ctypes.c_long(1), launch._pointers
+    kernels._functions["attention_scores"](*given)
+    assert kernels.what_failed() is None and tensors["weights"].item() == 8
+
+
 def test_attention_and_the_rows_after_it_are_dropped_independently(kernels, monkeypatch):
     """The weights of 512 self-loops, against each column of the row that the layer's output becomes."""
     S, layer = 512, model.GATv2Conv(1, 1, dropout=0.5)
