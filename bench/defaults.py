@@ -35,14 +35,9 @@ ROWS = {
     "links computers": ("amazon_computers", "--task link", "mrr", ""),
     "links cs": ("coauthor_cs", "--task link", "mrr", ""),
     "links site": ("", f"--task link {EVENTS}", "mrr", ""),
-    "graphs ptc": ("tu_ptc", "--task graph --metric accuracy", "accuracy", "GIN 64.6"),
+    "graphs ptc": ("tu_ptc", "--task graph", "accuracy", "GIN 64.6"),
     "graphs enzymes": ("tu_enzymes", "--task graph", "accuracy", ""),
-    "graphs imdbbinary": (
-        "tu_imdbbinary",
-        "--task graph --metric accuracy",
-        "accuracy",
-        "GIN 75.1",
-    ),
+    "graphs imdbbinary": ("tu_imdbbinary", "--task graph", "accuracy", "GIN 75.1"),
     "graphs esol": ("esol", "--task graph", "rmse", ""),
     "graphs molhiv": ("ogbg_molhiv", "--task graph", "roc_auc", "GIN 75.6"),
 }

@@ -119,9 +119,9 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     Args:
         store: GraphStore, or anything with indptr, indices, num_nodes and perhaps edge_time.
         how: "85/5/10": percent of the pairs for train, valid and test, drawn by `seed`; "time:85/5/10": the latest are
-            for test, those before for valid; the name of an .npz file with `valid` and `test`, perhaps `train`, each
-            integers or text [n, 2], source and destination, as for `GraphStore.node_ids`; "none": all pairs are for
-            training.
+            for test, those before for valid, and if not timed, no message goes along an edge later than all of train; the
+            name of an .npz file with `valid` and `test`, perhaps `train`, each integers or text [n, 2], source and
+            destination, as for `GraphStore.node_ids`; "none": all pairs are for training.
         timed: give each pair the time of the first edge between its nodes, in either direction; see `times_of`.
         edge_type: number of the type whose edges are the pairs; None: of all types. Messages go along all types.
         say: prints a line; called with how many pairs of a file are edges.
@@ -152,11 +152,17 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
     else:
         pairs = drawn_pairs(store, edges, typed_edges, how, seed)
     held = torch.cat([pairs[part] for part in HELD_OUT])
-    messages = without_edges(store, edges, held)
+    until = None
+    if how.startswith("time:") and not timed and len(pairs["train"]):
+        until = times_of(store, edges, pairs["train"], how).max()
+    messages = without_edges(store, edges, held, until)
+    if until is not None:
+        kept = f"{messages.num_edges:,} of {store.indices.numel():,}"
+        say(f"edges   {kept} carry messages: none later than training pairs")
     rest = edges_of(messages, edge_type)
     if "train" not in pairs:
         pairs["train"] = positives(rest, seed)
-    elif len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
+    elif how.endswith(".npz") and len(bad := pairs["train"][~rest.has(*pairs["train"].unbind(1))]):
         raise StoreError(
             f"--edge-split {how}: {called(store, bad[0])} in train is no edge, or is held out"
         )
@@ -183,12 +189,14 @@ def view_of(store, **attributes):
     return view
 
 
-def without_edges(store, edges, pairs):
-    """Return a view of a store without the edges between the nodes of pairs [n, 2], in either direction. edges: `Edges`
-    of the store."""
-    if not len(pairs):
+def without_edges(store, edges, pairs, until=None):
+    """Return a view of a store without the edges between the nodes of pairs [n, 2], in either direction, and those later
+    than the time until. edges: `Edges` of the store."""
+    if until is None and not len(pairs):
         return store
     keep = torch.ones(store.indices.numel(), dtype=torch.bool)
+    if until is not None:
+        keep = there_since(store) <= until
     keep[edges.between(pairs)[0]] = False
     indptr, indices = lists_of(store, keep)
     stored = [name for name in OF_EDGES if getattr(store, name, None) is not None]

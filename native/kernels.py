@@ -79,8 +79,12 @@ class Dropout(NamedTuple):
 
 
 def followed():
-    """Return whether torch follows operations, and cannot follow kernels: in its tracer, in torch.func."""
-    return torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+    """Return whether torch follows operations, and cannot follow kernels: in its tracer and compiler, in torch.func."""
+    return (
+        torch.jit.is_tracing()
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def functions(integers, source, target, width=0, *, steps=None):

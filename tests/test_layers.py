@@ -492,7 +492,9 @@ def test_linear_is_torchs_linear(monkeypatch):
         both = [_with_grads(f, *given) for f in (fused.linear, torch.nn.functional.linear)]
         torch.testing.assert_close(*both, rtol=1e-4, atol=1e-3)
         assert fused.linear(*given[1:3]).shape == (*S, D)
-    # in torch.func kernels are left to torch
+    # in torch.func and torch.compile kernels are left to torch
+    left = torch.compile(lambda x: fused.linear(x, weight), backend="eager")(x)
+    assert type(left.grad_fn).__name__ != "_LinearBackward"
     assert torch.func.grad(lambda w: fused.linear(x, w).sum())(weight.detach()).shape == (250, 100)
     tables, ids = torch.randn(3, 9, 4), torch.tensor([8, 0])
     assert torch.equal(torch.vmap(lambda t: model.gather_rows(t, ids))(tables), tables[:, ids])
