@@ -213,6 +213,10 @@ def cached(ranks, plan, task, used, features):
             ask(rows, "reserve")(budget * ranks.local_world)
         return CachedFeatures(features, visits, budget, ranks.device)
     gpu, host = row_caches(plan)
+    batch = int(visits.sum()) * rows.shape[1] * rows.dtype.itemsize
+    # the ring's buffers are powers of two; an estimate alone should not leave pages without room
+    ring = ranks.local_world * (plan.prefetch + 1) << batch.bit_length()
+    rows.reserve(max(0, min(ring, rows.room() // 2)))
     tiers = lookahead.settled_tiers(rows, visits, gpu, host * ranks.local_world, ranks.local_world)
     ranks.say(f"memory  {tiers.line}")
     if plan.dry_run:

@@ -12,7 +12,7 @@
 
 typedef int64_t i64;
 #define REQUEST (1 << 16)  // bytes of a request, unless a row is larger
-#define GAP 4096           // bytes between two rows that cost less to read than another request
+#define GAP 4096           // fewer bytes between two rows cost less to read than another request, and are no whole page
 #define ENDED 100000       // used like an errno: the file ends before the row does
 
 typedef struct { i64 row, place; } wanted_t;
@@ -55,7 +55,7 @@ static i64 join(const call_t *call, i64 n, request_t *requests) {  // merge sort
     i64 start = call->base + call->wanted[i].row * call->row_bytes, end = start + call->row_bytes;
     i64 from = start / call->block * call->block;
     i64 to = (end + call->block - 1) / call->block * call->block;
-    if (last >= requests && from <= last->offset + last->length + GAP && to - last->offset <= call->room) {
+    if (last >= requests && from < last->offset + last->length + GAP && to - last->offset <= call->room) {
       if (to > last->offset + last->length) last->length = to - last->offset;
       last->needed = end - last->offset;
       last->count++;

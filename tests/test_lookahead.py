@@ -96,11 +96,11 @@ def test_neighbouring_rows_are_one_request_and_bytes_are_counted(tmp_path):
     _, _, rows = _table(tmp_path, 1000, 1024)
     if not rows.direct:
         pytest.skip("this file system has no direct reads")
-    # gaps of up to 4 KiB are read, too; of 300 rows in order no more than these
-    ids = torch.tensor([5, 0, 11, 7, 8, 8, *range(200, 500), 999])
+    # gaps of less than a page are read, too: a page between two rows may have been dropped by plan
+    ids = torch.tensor([4, 0, 11, 7, 8, 8, *range(200, 500), 999])
     rows.read(ids, _empty(len(ids), 1024))
     assert rows.bytes_read == 1024 * (12 + 300 + 1)
-    rows.read(torch.tensor([17, 5, 11]), _empty(3, 1024))
+    rows.read(torch.tensor([16, 6, 11]), _empty(3, 1024))
     assert rows.bytes_read == 1024 * (12 + 300 + 1 + 3)
 
 
@@ -573,16 +573,20 @@ def test_caches_are_placed_by_mode(tmp_path, monkeypatch, capsys):
     task.seeds = lambda: graph.split["train"]
     used = types.SimpleNamespace(draws=lambda plan: [3, 3])
     plan = dict(split_features=False, lookahead=None, dry_run=False, batch_size=4, accumulate=1)
+    plan["prefetch"] = 19  # and so 20 batches, of at least 50 rows
+    free = files.free_host_bytes() - graph.features.beside - 20 * 50 * 1024
     for mode, size, front in (
         ("cpu-cuda", 102400, 100),
         ("cpu-cuda", 0, 0),
         ("cpu-cpu", 9 * 1024, 0),
     ):
         run = types.SimpleNamespace(mode=mode, cache=size, epochs=9, steps=99, **plan)
+        task.store = graph = GraphStore.open(graph.path)
         rows = cache.cached(ddp.Ranks(), run, task, used, graph.features)
         host = rows.features if front else rows
         assert type(rows) is (CachedFeatures if front else LookaheadCache)
         assert type(host) is LookaheadCache and host.room and not host.reader.direct
+        assert host.cache.nbytes + host.room < free
         assert (len(rows.cache) if front else 0) == front
         assert mode == "cpu-cuda" or len(host.cache) == 9
         assert int((~host.on_disk).sum()) == front + len(host.cache)
@@ -669,9 +673,9 @@ def test_rows_on_disk_change_no_bit(kind, procs, tmp_path):
     run("memory", "--epochs 4")
     little = _with_little_memory, free
     run("disk", "--epochs 2 --cache 9KB --lookahead 7", *little)
-    run("disk", "--epochs 4 --cache 20KB --resume auto", *little)
+    run("disk", "--epochs 4 --cache 12KB --lookahead 3 --resume auto", *little)
     logs = [_log(tmp_path / f"{name}.log") for name in ("memory", "disk")]
-    assert [entry["bytes_read"] > 0 for entry in logs[1] if "epoch" in entry] == [True] * 4
+    assert [entry["pages_used"] > 0 for entry in logs[1] if "epoch" in entry] == [True] * 4
     same = [
         [(e.get("loss"), e.get("valid_sampled"), e.get("exact")) for e in (*log[:2], *log[-3:])]
         for log in logs
