@@ -42,6 +42,7 @@ from bench.roofline import GATHERED, GPUS, IN_ORDER, measured, step_costs, varia
 from bench.tools import opened, print_table, read_json
 from extras.common_neighbours import COMMON, CommonNeighbours
 from extras.edge_split import Edges
+from extras.paths import lanes_of
 from extras.ranking import Negatives
 from native import build, kernels
 from run.kinds import plain_layers
@@ -56,7 +57,6 @@ START = 2.0  # us, what the smallest kernels take
 TIMES = Path(__file__).parents[1] / "results/launches-h200.json"
 GROUP = 8  # rows that a thread loads at a time, as in layers.cu
 TILE = 32  # places of a hub's list that are summed first
-LANES = 128  # threads of a pair, as in extras/paths.py
 
 
 class Rates(NamedTuple):
@@ -332,20 +332,23 @@ def link_work(common, pairs, ends):
     """What threads do with pairs int64 [P, 2] and those whose nodes' features are computed, `ends` -> {kernel: Work}."""
     edges = common.edges
     degree = edges.indptr.diff()
+    lanes = lanes_of(ends.as_subclass(OnGpu))
     search = searched(degree[pairs]).mean().item()
     few, many = degree[ends].aminmax(dim=1)
     steps = searched(many) + 1
-    _, nodes, reads, longest = looked_up(len(ends), torch.arange(len(ends)), few, steps)
+    few = (few.unsqueeze(1) + lanes - 1 - torch.arange(lanes)).flatten() // lanes  # of each thread
+    threads = torch.arange(len(few))
+    _, nodes, reads, longest = looked_up(len(few), threads, few, steps.repeat_interleave(lanes))
     of_common = Work((nodes, reads / nodes - 2), 6 + reads, longest, random(reads))
     u, v = ends.unbind(1)
     pair = torch.repeat_interleave(degree[u])
     place = expand(edges.indptr[u], degree[u])
     middle = edges.sources[place].long()
-    thread = pair * LANES + (place - edges.indptr[u][pair]) % LANES
+    thread = pair * lanes + (place - edges.indptr[u][pair]) % lanes
     kept = common.paths.weights[middle] > 0
     few, many = torch.stack([degree[middle], degree[v[pair]]])[:, kept].aminmax(dim=0)
     hops = (many / few.clamp(min=1)).log2()  # to a node of the longer list, and as many back
-    lists, nodes, reads, longest = looked_up(len(ends) * LANES, thread[kept], few, 2 + 2 * hops)
+    lists, nodes, reads, longest = looked_up(len(ends) * lanes, thread[kept], few, 2 + 2 * hops)
     hops = (reads / nodes - 3) / 2
     return {
         "between": Work((search, search), 6 + 2 * search, lines=random(2 * search)),

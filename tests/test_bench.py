@@ -26,6 +26,7 @@ from bench import accuracy as bench_accuracy
 from bench import attack, defaults, gpu_graph, gpu_sums, picture, predict
 from bench import gpu as bench_gpu
 from bench.tools import exit_code, write_json
+from extras import paths
 from extras.common_neighbours import CommonNeighbours
 from extras.edge_split import Edges
 from extras.graph_store import block_diagonal
@@ -309,13 +310,14 @@ class _Counted(list):
 
 
 def test_bench_predict_counts_what_kernels_of_pairs_read():
-    """As their loops, a list's nodes one by one in the other's: by halves, or from the place of the one before in doubled hops. To a third."""
+    """As their loops, of a thread for each node of a list: in the other's by halves, or from the place of the one before in doubled hops. To a third."""
     degree = torch.randint(60, 100, (300,), generator=torch.Generator().manual_seed(0))
     lists = [sorted(np.random.default_rng(d).choice(300, d, False)) for d in degree.tolist()]
     edges = Edges(F.pad(degree.cumsum(0), (1, 0)), torch.from_numpy(np.concatenate(lists)))
     recorded = predict.link_launches(edges, 20)
     threads = {launch.kernel: launch.threads for launch, _ in recorded}
-    assert threads == {"between": 40, "negatives": 20, "common": 40, "paths": 40 * predict.LANES}
+    of_pairs = 40 * paths.LANES
+    assert threads == {"between": 40, "negatives": 20, "common": of_pairs, "paths": of_pairs}
     ends = torch.tensor([[0, 1], [2, 3]])
     work = predict.link_work(CommonNeighbours(edges), ends, ends)
     reads = {"common": [], "paths": []}
@@ -324,7 +326,7 @@ def test_bench_predict_counts_what_kernels_of_pairs_read():
         many = _Counted(many)
         for node in few:
             bisect.bisect_left(many, node)
-        reads["common"].append(2 * len(few) + many.reads)
+        reads["common"].append(2 + many.reads / len(few))
         for a in lists[u]:
             few, many = sorted((lists[a], lists[v]), key=len)
             many, place = _Counted(many), 0
