@@ -90,9 +90,9 @@ def make_parser():
         "--model",
         default="sage",
         choices=[*plain_layers()],
-        help="step, link, store, roofline, predict, inference",
+        help="step, link, store, roofline, inference",
     )
-    add("--heads", type=whole, default=1, help="of gat (inference: 4)")
+    add("--heads", type=whole, default=1, help="of gat (inference, predict: 4)")
     # store
     add("--edges", type=whole, default=10_000_000, help="store: edges to build; reverses are added")
     add("--features-gb", type=size, default=0.5, help="store: size of the features to train on")
@@ -103,7 +103,7 @@ def make_parser():
     add(
         "--models",
         metavar="A,B",
-        help=f"layers: some of {','.join(plain_layers())}; accuracy: also mlp",
+        help=f"layers, predict: some of {','.join(plain_layers())}; accuracy: also mlp",
     )
     add(
         "--runs", type=whole, default=10, help="accuracy, defaults, labor, types: seeds, at least 2"
@@ -129,7 +129,7 @@ def main(argv=None):
     gpu = what == "gpu"
     if args.runs < 2:
         parser.error(f"--runs {args.runs}: a standard deviation needs 2 or more")
-    models = [*plain_layers()] if what == "layers" else ["mlp", *plain_layers()]
+    models = [*plain_layers()] if what in ("layers", "predict") else ["mlp", *plain_layers()]
     if args.models and (unknown := {*args.models.split(",")} - {*models}):
         parser.error(f"--models {','.join(sorted(unknown))}: choose from {','.join(models)}")
     if what == "scaling" and any(args.batch_size % procs for procs in args.procs):

@@ -1,6 +1,6 @@
 """python -m bench gpu: what only a GPU can tell, within --minutes (4); --parts chooses.
 
-    law        samples of CPU and CUDA, bit for bit
+    law        samples of CPU and CUDA, bit for bit; kernels of links, norms and the outermost hop beside C and torch
     commands   losses of 29 command lines of train.py on GPU and CPU
     losses     losses of every mode, model and precision beside the CPU's
     ranks      two ranks on one GPU, over gloo, beside one

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 
 from bench import tools
 from bench.gpu_graph import SHAPES, Trained, free, kernels_of, make_graph, tiny, with_columns
+from bench.gpu_sums import sums
 from bench.tools import print_table, read_json
 from features import MODES, FeatureRing, gpu_view, share
 from model import SAGE, gather_rows
@@ -103,7 +104,12 @@ def others(args, folder):
 
 def predicted(name, args):
     """Return what bench predict expected of a run in the shape of ogbn-products -> {kernel: us}, "a step" among them."""
-    return {} if args.quick else read_json(PREDICTED).get("runs", {}).get(name, {})
+    if args.quick:
+        return {}
+    file = read_json(PREDICTED)
+    rows = file.get("runs", {}).get(name, {})
+    steps = {"a step": file["steps"][name]} if name in file.get("steps", {}) else {}
+    return steps | {kernel: row["us"] for kernel, row in rows.items() if "us" in row}
 
 
 def repeated(way):
@@ -180,8 +186,8 @@ def steps(args, record):
                 "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
                 "how": trained.message or "eager",
             }
-            if expected := predicted(name, args):
-                row["predicted_ms"] = expected["a step"] / 1e3
+            if expected := predicted(name, args).get("a step"):
+                row["predicted_ms"] = expected / 1e3
             if name in rest:
                 launched = kernels_of(partial(trained.epochs, 1)).values()
                 row["launches"] = sum(count for count, _ in launched) / trained.steps
@@ -379,6 +385,7 @@ def law(args, record):
             if different:
                 raise RuntimeError(f"{different} fields differ")
     print_table("CPU and CUDA", rows)
+    sums(args, record, graph)
 
 
 def commands_of(folder):

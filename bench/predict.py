@@ -12,7 +12,11 @@ No GPU is needed, but NVRTC and a disassembler: cuobjdump of a CUDA toolkit or o
 
 The expected time is START and the root of their squares' sum. Three constants, `Rates`, are fitted to launches on an H200,
 results/launches-h200.json. The error beside a prediction is that of kernels with this limit which were held out: the
-constants are fitted without a third of the kernels, for each third.
+constants are fitted without a third of the kernels, for each third. MB: bytes, over the share of the bandwidth that they
+reach. `before`: those launches, of the code that the file names.
+
+The table `links` is of a draw of pairs with a negative each, and of what their nodes have in common: in the graph of
+--dataset or, if its edges are more than a GPU caches, in that whose links bench gpu trains on. `before`: paths through hubs.
 """
 
 import collections
@@ -28,13 +32,21 @@ import tempfile
 import types
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
+from torch.nn import functional as F
 
+from bench import gpu_graph, roofline
 from bench.roofline import GATHERED, GPUS, IN_ORDER, measured, step_costs, variants
 from bench.tools import opened, print_table, read_json
-from native import build
-from sampler import NeighborSampler
+from extras.common_neighbours import COMMON, CommonNeighbours
+from extras.edge_split import Edges
+from extras.paths import lanes_of
+from extras.ranking import Negatives
+from native import build, kernels
+from run.kinds import plain_layers
+from sampler import NeighborSampler, expand
 
 BANDWIDTH = GPUS["H200"][0]
 SMS, MHZ = 132, 1830
@@ -87,7 +99,7 @@ def in_groups(edges, group=GROUP):
 def row_work(a, row, edge):
     """Reads of threads with a.run sources each -> mean, most."""
     rows = row + edge * a.sizes.double()
-    rows = torch.nn.functional.pad(rows, (0, -len(rows) % a.run)).view(-1, a.run).sum(1)
+    rows = F.pad(rows, (0, -len(rows) % a.run)).view(-1, a.run).sum(1)
     return rows.mean().item(), rows.max().item()
 
 
@@ -296,8 +308,83 @@ def executed(kernel, code, work):
     return total
 
 
+class OnGpu(torch.Tensor):
+    """A tensor in host memory that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def searched(degree):
+    """Return the reads of a binary search in lists of these lengths."""
+    return (degree + 1).double().log2()
+
+
+def looked_up(threads, thread, few, steps):
+    """Add up what threads do of which thread[i] reads a list of few[i] nodes and, after each, `steps[i]` times what the read
+    before decides -> lists, nodes and reads of a warp, where all wait for the thread with most; reads of the longest."""
+    each = torch.stack([torch.ones_like(few), few, few * (1 + steps)]).double()
+    sums = torch.zeros(3, threads, dtype=torch.float64).index_add_(1, thread, each)
+    warps = F.pad(sums, (0, -threads % 32)).view(3, -1, 32).amax(2).mean(1)
+    return *warps.tolist(), sums[2].max().item()
+
+
+def link_work(common, pairs, ends):
+    """What threads do with pairs int64 [P, 2] and those whose nodes' features are computed, `ends` -> {kernel: Work}."""
+    edges = common.edges
+    degree = edges.indptr.diff()
+    lanes = lanes_of(ends.as_subclass(OnGpu))
+    search = searched(degree[pairs]).mean().item()
+    few, many = degree[ends].aminmax(dim=1)
+    steps = searched(many) + 1
+    few = (few.unsqueeze(1) + lanes - 1 - torch.arange(lanes)).flatten() // lanes  # of each thread
+    threads = torch.arange(len(few))
+    _, nodes, reads, longest = looked_up(len(few), threads, few, steps.repeat_interleave(lanes))
+    of_common = Work((nodes, reads / nodes - 2), 6 + reads, longest, random(reads))
+    u, v = ends.unbind(1)
+    pair = torch.repeat_interleave(degree[u])
+    place = expand(edges.indptr[u], degree[u])
+    middle = edges.sources[place].long()
+    thread = pair * lanes + (place - edges.indptr[u][pair]) % lanes
+    kept = common.paths.weights[middle] > 0
+    few, many = torch.stack([degree[middle], degree[v[pair]]])[:, kept].aminmax(dim=0)
+    hops = (many / few.clamp(min=1)).log2()  # to a node of the longer list, and as many back
+    lists, nodes, reads, longest = looked_up(len(ends) * lanes, thread[kept], few, 2 + 2 * hops)
+    hops = (reads / nodes - 3) / 2
+    return {
+        "between": Work((search, search), 6 + 2 * search, lines=random(2 * search)),
+        "negatives": Work((1, 1, search), 8 + search, lines=random(search)),
+        "common": of_common,
+        "paths": Work((lists, nodes / lists, hops, hops + 1), 8 + reads, longest, random(reads)),
+    }
+
+
+def link_launches(edges, count):
+    """Record a draw of `count` pairs of `Edges`, with a negative each, and of their features -> [(Launch, Work)]."""
+    V = len(edges.indptr) - 1
+    costs = roofline.Costs(edges.indptr)
+    common = CommonNeighbours(edges)
+    negatives = Negatives(edges, V)
+    generator = torch.Generator().manual_seed(0)
+    places = torch.randint(len(edges.sources), (count,), generator=generator)
+    destinations = torch.searchsorted(edges.indptr, places, right=True) - 1
+    pairs = torch.stack([edges.sources[places].long(), destinations], 1)
+    drawn = 0, torch.arange(count), pairs, 1
+    ends = torch.stack([pairs[:, :1], negatives.draw(*drawn)], 2).squeeze(1)
+    ends = torch.cat([pairs, ends])
+
+    def noted(ids, device):
+        return roofline.Noted(costs, build.read_source("links.cu", ID=kernels.IDS[ids]))
+
+    with patch.object(kernels, "load_links", noted):
+        edges.ranges(pairs)
+        negatives.attempts(*drawn)
+        common.pair_features(ends.as_subclass(OnGpu), count=len(COMMON) + 1)
+    work = link_work(common, pairs, ends)
+    return [(launch, work[launch.kernel]) for launch in costs.launches]
+
+
 def counts(launch, sizes):
-    """Count what a launch does -> Counts. sizes: edges of each source of the launch's block."""
+    """Count what a launch does -> Counts. sizes: edges of each source of the launch's block, or the `Work`."""
     values = {name.removeprefix("part."): value for name, value in launch.values.items()}
     a = types.SimpleNamespace(**{"run": 1, "sizes": sizes, **values})
     if edges := values.get("indices", values.get("dst")):
@@ -305,7 +392,9 @@ def counts(launch, sizes):
     constants = re.findall(r"#define (\w*LANES|\w+_GROUP) (\d+)", launch.source)
     for constant, value in reversed(constants):  # the first definition counts
         setattr(a, constant, int(value))
-    work = WORK[re.sub(r"^pick_\d+$", "pick", launch.kernel)](a)
+    work = sizes
+    if not isinstance(sizes, Work):
+        work = WORK[re.sub(r"^pick_\d+$", "pick", launch.kernel)](a)
     code, _ = compiled(specialised(launch.source, launch.kernel, launch.values), launch.kernel)
     _, used = compiled(alone(launch.source, launch.kernel), launch.kernel)
     blocks = REGISTERS // (-(-used // 8) * 256) // BLOCK
@@ -390,31 +479,75 @@ def nearest(launch, source_edges):
     return min(source_edges, key=lambda sizes: abs(sizes.sum().item() - edges))
 
 
+def figures_of(launches, rates, errors):
+    """Add up what all launches of a kernel do, [Counts] -> figures."""
+    times = collections.Counter()
+    for launch in launches:
+        times.update(limits(launch, rates))
+    limit = max(times, key=times.get)
+    return {
+        "limit": limit,
+        "launches": len(launches),
+        "registers": max(launch.registers for launch in launches),
+        "M instructions": sum(launch.warps * launch.instructions for launch in launches) / 1e6,
+        "MB": sum(launch.bytes for launch in launches) / 1e6,
+        "us": sum(expected(limits(launch, rates)) for launch in launches),
+        "error, %": errors.get(limit, statistics.median(errors.values())),
+    }
+
+
+def compared(after, before, taken, figures):
+    """Table of kernels by their time: after and before {kernel: [Counts]}, taken {kernel: us measured of the code before}.
+    figures: function of [Counts] -> {kernel: figures}."""
+    rows = {kernel: figures(launches) for kernel, launches in after.items()}
+    for kernel, launches in before.items():
+        of = figures(launches)
+        columns = "registers", "M instructions", "MB", "us"
+        rows.setdefault(kernel, {}).update({f"{name} before": of[name] for name in columns})
+        rows[kernel].setdefault("error, %", of["error, %"])
+    for kernel in rows.keys() & taken.keys():
+        rows[kernel]["us measured before"] = taken[kernel]
+    return dict(sorted(rows.items(), key=lambda row: -row[1].get("us", 0)))
+
+
+def by_kernel(launches):
+    """Count what launches [(Launch, what is known of its lists)] do -> {kernel: [Counts]}."""
+    found = collections.defaultdict(list)
+    for launch, lists in launches:
+        found[launch.kernel].append(counts(launch, lists))
+    return found
+
+
 def bench_predict(args):
-    """Print tables of our kernels in a step: in fp32 with TF32 products, in bf16, and with features in 8 bits -> the figures."""
+    """Print tables of our kernels in a step of the --models: in fp32 with TF32 products, in bf16, with features in 8 bits; of
+    links -> the figures of results/predicted-h200.json."""
     args.seed = 0
-    figures = {}
-    rows = read_json(TIMES)["rows"]
-    rates = fitted(rows)
-    errors = held_out(rows)
-    print(f"{rates}, fitted to {len(rows)} kernels of an H200")
+    args.heads = 4  # as by train.py
+    file = read_json(TIMES)
+    rates = fitted(file["rows"])
+    figures = functools.partial(figures_of, rates=rates, errors=held_out(file["rows"]))
+    print(f"{rates}, fitted to {len(file['rows'])} kernels of an H200")
     store = opened(args.dataset, args.root)
     source_edges = edges_of_sources(args, store)
-    for precision, dtype, graph in variants(store):
-        table = {}
-        for launch in step_costs(args, graph, dtype).launches:
-            counted = counts(launch, nearest(launch, source_edges))
-            times = limits(counted, rates)
-            row = table.setdefault(launch.kernel, collections.Counter())
-            row.update({"launches": 1, **times, "expected, us": expected(times)})
-            row["registers"] = counted.registers
-            row["held-out error, %"] = errors.get(max(times, key=row.get), 0)
-        table = dict(sorted(table.items(), key=lambda item: -item[1]["expected, us"]))
-        for kernel, us in measured(args, store, precision).items():
-            if kernel in table:
-                table[kernel]["H200 measured, us"] = us
-        print(f"{args.model}, {precision}: us by what limits a kernel, of all its launches")
-        figures[precision] = print_table(
-            "kernel", {kernel: dict(row) for kernel, row in table.items()}
-        )
-    return {"kernels": figures}
+    runs = {}
+    for model in args.models.split(",") if args.models else plain_layers():
+        args.model = model
+        for precision, dtype, graph in variants(store):
+            launches = step_costs(args, graph, dtype).launches
+            after = by_kernel((launch, nearest(launch, source_edges)) for launch in launches)
+            name = f"{args.model} {precision}"
+            taken = measured(args, store, precision)
+            before = {
+                row["kernel"]: [Counts(*launch) for launch in row["launches"]]
+                for row in file["rows"]
+                if taken and row["run"] == name
+            }
+            runs[name] = print_table(name, compared(after, before, taken, figures))
+    if store.indices.nbytes > roofline.CACHE:
+        store = gpu_graph.with_columns(gpu_graph.make_graph(gpu_graph.SHAPES["small"], "cpu"))
+    edges = Edges(store.indptr, store.indices)
+    after = by_kernel(link_launches(edges, args.batch_size))
+    with patch("extras.paths.HUB", len(edges.sources)):  # before there was such a bound
+        before = by_kernel(link_launches(edges, args.batch_size))
+    runs["links"] = print_table("links", compared(after, before, {}, figures))
+    return {"steps": file["steps"], "runs": runs}

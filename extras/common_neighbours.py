@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from disk.columns import ALWAYS
-from extras.paths import Paths
+from extras.paths import Paths, lanes_of
 from extras.times import number_before
 from loader import from_edge_index
 from native import kernels
@@ -88,10 +88,12 @@ class CommonNeighbours:
         return torch.cat(columns, 1)[:, :count]
 
     def _by_kernel(self, code, pairs, times):
-        sums = torch.zeros(len(pairs), len(COMMON), device=pairs.device)
+        lanes = lanes_of(pairs)
+        sums = torch.zeros(len(pairs), lanes, len(COMMON), device=pairs.device)
         values = {
             "pairs": pairs.contiguous(),
             "P": len(pairs),
+            "lanes": lanes,
             "indptr": self.edges.indptr,
             "sources": self.edges.sources,
             "pair_times": times,
@@ -101,8 +103,8 @@ class CommonNeighbours:
             "weights": self.weights,
             "sums": sums,
         }
-        code.run("common", len(pairs), values)
-        return sums
+        code.run("common", len(pairs) * lanes, values)
+        return sums.sum(1)
 
     def _seen(self, places, times):
         return self.times[places] < times if self.strict else self.times[places] <= times

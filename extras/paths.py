@@ -16,6 +16,15 @@ from native import kernels
 HUB = 128
 MEANS = 4  # times the mean
 CHUNK = 1 << 22  # most elements of a dense matrix
+THREADS = (
+    1 << 21
+)  # of a GPU, about: as many for each pair as it then may have, and no more than LANES
+LANES = 1024
+
+
+def lanes_of(pairs):
+    """Return how many threads read the neighbours of each of pairs [P, 2]: on a GPU many, for those of a hub."""
+    return min(LANES, THREADS // max(len(pairs), 1) + 1) if pairs.is_cuda else 1
 
 
 class Paths:
@@ -42,7 +51,7 @@ class Paths:
         code = kernels.load_links(edges.sources.dtype, pairs.device)
         if not code:
             return self._by_torch(pairs)
-        lanes = 128 if pairs.is_cuda else 4
+        lanes = lanes_of(pairs)
         sums = torch.zeros(len(pairs), lanes, device=pairs.device)
         values = {
             "pairs": pairs.contiguous(),

@@ -79,8 +79,12 @@ class Dropout(NamedTuple):
 
 
 def followed():
-    """Return whether torch follows operations, and cannot follow kernels: in its tracer, in torch.func."""
-    return torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()
+    """Return whether torch follows operations, and cannot follow kernels: in its tracer and compiler, in torch.func."""
+    return (
+        torch.jit.is_tracing()
+        or torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+    )
 
 
 def functions(integers, source, target, width=0, *, steps=None):
@@ -104,8 +108,8 @@ def functions(integers, source, target, width=0, *, steps=None):
             t.device == device and t.is_contiguous() and (t.data_ptr() or not t.numel())
             for t in tensors
         )
-        # kernels count threads in 32 bits, elements of a block and columns in 31
-        and all(t.dtype == ids and t.numel() < 1 << 31 for t in integers)
+        # kernels count threads in 32 bits, columns and the elements of a block, some ahead, in 31
+        and all(t.dtype == ids and t.numel() < 2e9 for t in integers)
         and source.dim() == target.dim() == 2
         and source.shape[1] < 1 << 31
         and target.numel() < 1 << 32

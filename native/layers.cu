@@ -361,7 +361,7 @@ FN place_t find_place(const ID *indptr, const ID *indices, const ID *self_rows, 
   const i64 row = (unsigned)(i) / (unsigned)K, head = (unsigned)(i) % (unsigned)K
 // Set a thread's place and head, and where the message and the destination's row begin: from, to.
 #define PLACE_AND_HEAD(self_rows)                                                   \
-  THREAD((i64)(E + S) * K);                                                         \
+  THREAD(((i64)E + S) * K);                                                         \
   ROW_AND_HEAD(number, i);                                                          \
   const place_t place = find_place(indptr, indices, self_rows, dst, E, number);     \
   if (place.source < 0) return;                                                     \

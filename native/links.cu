@@ -52,28 +52,35 @@ KERNEL negatives(const i64 *pairs, const i64 *numbers, i64 n, i64 count, i64 tri
 FN int is_seen(const i64 *times, i64 place, i64 time, i64 strict) {
   return !times || (strict ? times[place] < time : times[place] <= time);
 }
+// Whether any of the edges from a node that follow each other from a place of `sources` on is seen.
+FN int any_seen(const ID *sources, i64 place, i64 end, i64 node, const i64 *times, i64 time,
+                i64 strict) {
+  int seen = 0;
+  for (; !seen && place < end && sources[place] == node; place++)
+    seen = is_seen(times, place, time, strict);
+  return seen;
+}
 // Add up weights [d, 4] over the common in-neighbours of each of P pairs, but its own nodes, by their
-// degree d, to sums that are 0 before. pair_times and times, those of `sources`: null: all edges are
-// seen. ordered: the times of each list, ascending.
-KERNEL common(const i64 *pairs, i64 P, const i64 *indptr, const ID *sources, const i64 *pair_times,
-              const i64 *times, const i64 *ordered, i64 strict, const float *weights, float *sums) {
-  THREAD(P);
-  i64 u = pairs[2 * i], v = pairs[2 * i + 1], time = pair_times ? pair_times[i] : 0;
+// degree d: sums [P, lanes, 4], 0 before, of so many threads. pair_times and times, those of `sources`:
+// null: all edges are seen. ordered: the times of each list, ascending.
+KERNEL common(const i64 *pairs, i64 P, i64 lanes, const i64 *indptr, const ID *sources,
+              const i64 *pair_times, const i64 *times, const i64 *ordered, i64 strict,
+              const float *weights, float *sums) {
+  THREAD(P * lanes);
+  i64 p = i / lanes, u = pairs[2 * p], v = pairs[2 * p + 1], time = pair_times ? pair_times[p] : 0;
   i64 few = indptr[u + 1] - indptr[u] <= indptr[v + 1] - indptr[v] ? u : v, many = u + v - few;
-  i64 last = -1;  // the neighbour before, if its edge is seen
-  for (i64 place = indptr[few]; place < indptr[few + 1]; place++) {
+  const i64 first = indptr[few], end = indptr[few + 1];
+  for (i64 place = first + i % lanes; place < end; place += lanes) {
     i64 node = sources[place];
-    if (node == last || node == few || node == many || !is_seen(times, place, time, strict)) continue;
-    last = node;
-    i64 other = place_of(indptr, sources, node, many), found = 0;
-    for (; !found && other < indptr[many + 1] && sources[other] == node; other++)
-      found = is_seen(times, other, time, strict);
-    if (!found) continue;
+    if (node == few || node == many || (place > first && sources[place - 1] == node)) continue;
+    if (!any_seen(sources, place, end, node, times, time, strict)) continue;
+    i64 other = place_of(indptr, sources, node, many);
+    if (!any_seen(sources, other, indptr[many + 1], node, times, time, strict)) continue;
     i64 start = indptr[node], degree = indptr[node + 1] - start;
     if (times) {
-      i64 end = start;
-      BISECT(end, degree, is_seen(ordered, at, time, strict))
-      degree = end - start;
+      i64 until = start;
+      BISECT(until, degree, is_seen(ordered, at, time, strict))
+      degree = until - start;
     }
     UNROLL for (int c = 0; c < 4; c++) sums[4 * i + c] += weights[4 * degree + c];
   }

@@ -1,5 +1,6 @@
 """Tests of python -m bench and of what README.md shows."""
 
+import bisect
 import importlib.util
 import itertools
 import json
@@ -16,14 +17,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import model
 import train
 from bench import __main__ as bench
 from bench import accuracy as bench_accuracy
-from bench import attack, defaults, gpu_graph, picture, predict
+from bench import attack, defaults, gpu_graph, gpu_sums, picture, predict
 from bench import gpu as bench_gpu
-from bench.tools import exit_code
+from bench.tools import exit_code, write_json
+from extras import paths
+from extras.common_neighbours import CommonNeighbours
+from extras.edge_split import Edges
 from extras.graph_store import block_diagonal
 from native import layers
 from run import flags
@@ -256,6 +261,36 @@ def test_bench_gpu_draws_seeds_without_a_permutation_of_all_nodes(monkeypatch):
         assert seeds[0] < 100 and 2900 < seeds[-1] < graph.shape.nodes
 
 
+def test_bench_gpu_compares_kernels_with_c_and_torch(tmp_path, monkeypatch):
+    """Of all launches of links.cu, norm.cu and aggregate.cu; one wrong number among thousands is said, and the others run."""
+    graph = gpu_graph.make_graph(gpu_graph.tiny(gpu_graph.SHAPES["products"]), "cpu")
+    sizes = {"batch_size": 64, "fanout": [5, 4, 5], "hidden": 32}
+    args = types.SimpleNamespace(out=tmp_path, quick=True, **sizes)
+    record = bench_gpu.Record(args, "law")
+    write_json(record.file, {"parts": {}})
+    record.keep(failed=[])
+    right, calls = gpu_sums.KERNELS["paths"], itertools.count()
+
+    def wrong(of):
+        (sums,) = right(of)
+        sums[7] += 0 if next(calls) else sums.mean()  # the first call is the GPU's
+        return [sums]
+
+    monkeypatch.setitem(gpu_sums.KERNELS, "paths", wrong)
+    gpu_sums.sums(args, record, graph)
+    apart = record.figures["sums"]
+    assert apart.pop("paths")["C"] > gpu_sums.CLOSE and apart.keys() < {*gpu_sums.KERNELS}
+    assert all(row.keys() == {"C", "torch"} and max(row.values()) < 1e-7 for row in apart.values())
+    (said,) = record.figures["failed"]
+    assert re.match("paths: RuntimeError: .* apart", said)
+    text = "".join(
+        Path(model.__file__).with_name("native").joinpath(name).read_text()
+        for name in ("links.cu", "norm.cu")
+    )
+    kernels = re.findall(r"^KERNEL (\w+)\(", text, re.MULTILINE)
+    assert {name.removesuffix("_grad") for name in kernels} <= {*gpu_sums.KERNELS}
+
+
 def test_bench_predict_is_as_near_to_kernels_that_were_held_out():
     """To launches measured on an H200: a typical error of an eighth, a fifth for kernels that were not fitted."""
     rows = json.loads(predict.TIMES.read_text())["rows"]
@@ -264,6 +299,45 @@ def test_bench_predict_is_as_near_to_kernels_that_were_held_out():
     assert np.median(errors) < 0.125
     apart = predict.held_out(rows)
     assert max(apart.values()) < 25 and apart.keys() == {"bytes", "warps", "longest", "L1"}
+
+
+class _Counted(list):
+    reads = 0
+
+    def __getitem__(self, place):
+        self.reads += 1
+        return super().__getitem__(place)
+
+
+def test_bench_predict_counts_what_kernels_of_pairs_read():
+    """As their loops, of a thread for each node of a list: in the other's by halves, or from the place of the one before in doubled hops. To a third."""
+    degree = torch.randint(60, 100, (300,), generator=torch.Generator().manual_seed(0))
+    lists = [sorted(np.random.default_rng(d).choice(300, d, False)) for d in degree.tolist()]
+    edges = Edges(F.pad(degree.cumsum(0), (1, 0)), torch.from_numpy(np.concatenate(lists)))
+    recorded = predict.link_launches(edges, 20)
+    threads = {launch.kernel: launch.threads for launch, _ in recorded}
+    of_pairs = 40 * paths.LANES
+    assert threads == {"between": 40, "negatives": 20, "common": of_pairs, "paths": of_pairs}
+    ends = torch.tensor([[0, 1], [2, 3]])
+    work = predict.link_work(CommonNeighbours(edges), ends, ends)
+    reads = {"common": [], "paths": []}
+    for u, v in ends.tolist():
+        few, many = sorted((lists[u], _Counted(lists[v])), key=len)
+        many = _Counted(many)
+        for node in few:
+            bisect.bisect_left(many, node)
+        reads["common"].append(2 + many.reads / len(few))
+        for a in lists[u]:
+            few, many = sorted((lists[a], lists[v]), key=len)
+            many, place = _Counted(many), 0
+            for node in few:
+                hop = 1
+                while place + hop < len(many) and many[place + hop] < node:
+                    hop *= 2
+                place = bisect.bisect_left(many, node, place, min(place + hop, len(many)))
+            reads["paths"].append(2 * len(few) + many.reads)
+    for kernel, counted in reads.items():
+        assert work[kernel].longest == pytest.approx(max(counted), rel=0.35), kernel
 
 
 def test_bench_link_takes_steps_beside_dgl(tmp_path):

@@ -492,7 +492,9 @@ def test_linear_is_torchs_linear(monkeypatch):
         both = [_with_grads(f, *given) for f in (fused.linear, torch.nn.functional.linear)]
         torch.testing.assert_close(*both, rtol=1e-4, atol=1e-3)
         assert fused.linear(*given[1:3]).shape == (*S, D)
-    # in torch.func kernels are left to torch
+    # in torch.func and torch.compile kernels are left to torch
+    left = torch.compile(lambda x: fused.linear(x, weight), backend="eager")(x)
+    assert type(left.grad_fn).__name__ != "_LinearBackward"
     assert torch.func.grad(lambda w: fused.linear(x, w).sum())(weight.detach()).shape == (250, 100)
     tables, ids = torch.randn(3, 9, 4), torch.tensor([8, 0])
     assert torch.equal(torch.vmap(lambda t: model.gather_rows(t, ids))(tables), tables[:, ids])
@@ -642,6 +644,23 @@ def test_features_of_edges_that_pad_a_block_do_not_matter(cuda_layers, conv, mon
     found = run(*block, _more_rows(edges, 700, torch.nan), _more_rows(weight, 1))
     assert torch.equal(found[0][:S], ours[0]) and torch.equal(found[1], ours[1])
     torch.testing.assert_close(found[2:], ours[2:], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_counts_threads_of_more_edges_than_31_bits(tmp_path):
+    """The first self-loop behind so many edges, with one head; a sum that overflowed ended every thread."""
+    source = kernels_gpu.program(torch.int32, torch.float32, torch.float32)
+    kernels = _EmulatedKernels(source, tmp_path, checked=True)
+    tensors = {"source": torch.ones(1, 4), "target": torch.ones(1, 4), "attn": torch.ones(4)}
+    tensors |= {"indptr": torch.zeros(2, dtype=torch.int32), "weights": torch.zeros(1)}
+    nothing = dict.fromkeys(("indices", "self_rows", "dst", "edges", "by", "slopes"))
+    E = 2**31 - 1
+    launch = kernels.prepare(
+        "attention_scores", **tensors, **nothing, S=1, E=E, K=1, D=4, whole=1, wide=0
+    )
+    order = torch.tensor([E])
+    given = ctypes.c_void_p(order.data_ptr()), ctypes.c_long(1), launch._pointers
+    kernels._functions["attention_scores"](*given)
+    assert kernels.what_failed() is None and tensors["weights"].item() == 8
 
 
 def test_attention_and_the_rows_after_it_are_dropped_independently(kernels, monkeypatch):

@@ -438,6 +438,7 @@ def test_model_names_what_it_does_not_know():
         ("conv 'gin' does not take edge_dim 3, .* sage, .*gat", {"conv": "gin", "edge_dim": 3}),
         ("conv 'sage' does not take num_types 5, .* rgcn, rgat", {"num_types": 5}),
         ("num_layers is 0", {"num_layers": 0}),
+        ("dropout is 1: a probability below 1", {"input_dropout": 1}),
         ("width 8 cannot be shared by 3 heads", {"conv": "gat", "heads": 3}),
     ):
         _refuses(words, GNN, 4, 8, 3, **options, error=ValueError)
