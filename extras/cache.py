@@ -161,13 +161,6 @@ def row_caches(plan):
     return (0, plan.cache) if plan.mode == "cpu-cpu" else (plan.cache, 0)
 
 
-def on_disk(ranks, plan, store):
-    """Return whether features stay on disk, behind a cache that looks ahead: the same on all ranks."""
-    rows = stored(store.features)
-    paged = plan.mode in MODES[2:] and ask(rows, "paged") and not plan.split_features
-    return all(ranks.gather(paged and (rows.large or row_caches(plan)[1] > 0)))
-
-
 def cached(ranks, plan, task, used, features):
     """Put caches in front of the features, of the rows that batches use most often -> the first of them, one per process, or
     the features as they are. --cache is GPU memory in cpu-cuda and pinned-cuda; in cpu-cpu it is host memory. Over memory-mapped
@@ -180,7 +173,10 @@ def cached(ranks, plan, task, used, features):
 
     store = task.store
     rows = stored(store.features)
-    lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
+    gpu, host = row_caches(plan)
+    paged = plan.mode in MODES[2:] and ask(rows, "paged") and not plan.split_features
+    on_disk = all(ranks.gather(paged and (rows.large or host > 0)))
+    lookahead = looking_ahead(ranks) if on_disk else None
     budget = min(ranks.gather(plan.cache))  # processes fill their caches together
     if plan.lookahead is not None and not lookahead:
         raise StoreError(
@@ -188,9 +184,8 @@ def cached(ranks, plan, task, used, features):
             "--cache in mode cpu-cpu, or larger than memory in mode cpu-cuda, and no --split-features"
         )
     row_bytes = rows.shape[1] * rows.dtype.itemsize
-    copies = 1 if lookahead else ranks.local_world
-    gpu, host = row_caches(plan)
-    host = min(host * ranks.local_world, rows.shape[0] * row_bytes * copies)
+    copies = 1 if lookahead else ranks.local_world  # of all rows
+    host = min(host * ranks.local_world, copies * rows.shape[0] * row_bytes)
     if max(ranks.gather(host - free_host_bytes())) > 0:
         raise StoreError(
             f"--cache: rows of {readable_size(host)} do not fit into the {readable_size(free_host_bytes())} of free memory"
@@ -220,16 +215,14 @@ def cached(ranks, plan, task, used, features):
     if plan.dry_run:
         if tiers.reads >= 1:
             speed = lookahead.reads_per_second(rows)
-            most = speed / tiers.reads / ranks.local_world
             ranks.say(
-                f"memory  this disk: {speed:,.0f} random pages/s, at most {most:,.1f} batches/s a process"
+                f"memory  this disk: {speed:,.0f} random pages/s, at most "
+                f"{speed / tiers.reads / ranks.local_world:,.1f} batches/s a process"
             )
         return features
     host, room = map(min, zip(*ranks.gather((tiers.host, tiers.room))))
     rows.reserve(host)
-    together = None
-    if max(ranks.gather(ranks.local_world)) > 1:
-        together = lookahead.Together(ranks.group_here())
+    several = max(ranks.gather(ranks.local_world)) > 1
     behind = partial(
         lookahead.LookaheadCache,
         rows,
@@ -237,7 +230,7 @@ def cached(ranks, plan, task, used, features):
         plan.lookahead,
         hot=visits,
         batches=plan.epochs * plan.steps * plan.accumulate,
-        together=together,
+        together=lookahead.Together(ranks.group_here()) if several else None,
         room=room,
     )
     if not gpu:

@@ -15,7 +15,6 @@ disk/files.py and disk/reader.py.
 
 import functools
 import itertools
-import math
 import mmap
 import os
 import threading
@@ -110,8 +109,9 @@ class Together:
         try:
             return pinned.share([rows], leads=self.plans, total=total)[0]
         except OSError as error:
-            size = readable_size(math.prod(rows.shape) * rows.dtype.itemsize)
-            raise StoreError(f"no memory for rows of {size} in host memory: {error}") from error
+            raise StoreError(
+                f"no shared memory for {rows.shape[0]:,} rows of features (--free-host plans with less): {error}"
+            ) from error
 
     def rows(self, ids):
         """Send rows int [n] -> those of all processes in the one that plans, none in the others."""
@@ -267,15 +267,12 @@ class LookaheadCache(CachedFeatures):
         self.pages_read = 0
 
     def counts(self):
-        """Return counts since the start: share of rows hit in memory, rows gathered, rows hit, bytes read from disk or page
-        cache, pages used and pages read from the disk by plan; tiers: shares of the rows that were in memory, and on pages
-        kept by plan."""
+        """Return counts since the start: share of rows hit in memory, bytes read from disk or page cache, pages used and pages
+        read from the disk by plan; tiers: shares of the rows that were in memory, and on pages kept by plan."""
         kept = 1 - self.pages_read / self.pages_used if self.pages_used else 0.0
         return {
             **super().counts(),
             "tiers": {"host": self.hit_rate, "pages": (1 - self.hit_rate) * kept},
-            "rows": self.lookups,
-            "hits": self.hits,
             "bytes_read": self.reader.bytes_read,
             "pages_used": self.pages_used,
             "pages_read": self.pages_read,

@@ -26,7 +26,7 @@ def views(arrays, device, spare=0):
     return *graph, *(gpu_view(a, device) for a in arrays[2:])
 
 
-def share(arrays, *, leads=True, total=None):
+def share(arrays, *, leads=True, total=lambda *numbers: numbers):
     """Copy arrays into host memory shared by all processes of this machine: one copy, made by one of them.
 
     The kernel frees it when the last process that maps it has ended, even by a crash. Linux only.
@@ -43,7 +43,6 @@ def share(arrays, *, leads=True, total=None):
     Raises:
         OSError: if the memory cannot be mapped, or the leading process belongs to another user.
     """
-    total = total or (lambda *numbers: numbers)
     views = []
     for array in (getattr(a, "tensor", a) for a in arrays):
         size = math.prod(array.shape) * array.dtype.itemsize
