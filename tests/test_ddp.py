@@ -382,7 +382,10 @@ def test_a_killed_rank_ends_the_run_in_one_sentence_and_leaves_no_semaphore(
         os.truncate(store / "features.npy", 100_000)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == code and "memory  rows on disk: " in output
-    assert output.endswith(f"{sentence}\n") and "Traceback" not in output
+    # where a file shrinks, the other rank may have read its rows before, and then says that it lost this one
+    *_, before, last = output.splitlines()
+    assert last.endswith(sentence) or rank == 2 and before.endswith(sentence)
+    assert "Traceback" not in output
 
 
 def _without_shared_memory(*words):
