@@ -407,7 +407,7 @@ def main(argv=None):
         if argv is None and not flags.gpus:  # or torch's optimizers would make a CUDA context
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         path = None if ddp.under_torchrun() else prepare(flags)
-        os.environ[PLANNED] = str(flags.free_host or "")
+        os.environ[PLANNED] = "" if flags.free_host is None else str(flags.free_host)
         world = max(flags.gpus, flags.procs)
         if flags.dry_run:
             ddp.share_cores(world)

@@ -118,7 +118,7 @@ def part_pages(args, folder):
         row |= {f"s at {disk / 1e9:g} GB/s": read * block / disk for disk in DISKS}
         figures[f"{policy}, {room / 1e9:g} GB"] = row
 
-    for room in (5e9, 10e9, 15e9, 20e9):
+    for room in (5e9, 10e9, 15e9, 20e9, 30e9):
         free = room / scale
         table = types.SimpleNamespace(shape=(len(visits), ROW), dtype=torch.int8)
         table.room = lambda free=free: free

@@ -6,7 +6,6 @@
 To copy this file, also take features.py and extras/__init__.py.
 """
 
-import math
 import threading
 import types
 from functools import partial
@@ -182,24 +181,24 @@ def cached(ranks, plan, task, used, features):
     store = task.store
     rows = stored(store.features)
     lookahead = looking_ahead(ranks) if on_disk(ranks, plan, store) else None
-    budget = plan.cache
-    if plan.split_features:  # processes fill their caches together
-        budget = min(ranks.gather(budget))
+    budget = min(ranks.gather(plan.cache))  # processes fill their caches together
     if plan.lookahead is not None and not lookahead:
         raise StoreError(
             f"--lookahead {plan.lookahead} needs memory-mapped features, with columns in the checkpoint's order, behind a "
             "--cache in mode cpu-cpu, or larger than memory in mode cpu-cuda, and no --split-features"
         )
+    row_bytes = rows.shape[1] * rows.dtype.itemsize
     copies = 1 if lookahead else ranks.local_world
-    most = math.prod(rows.shape) * rows.dtype.itemsize * copies
-    host = min(row_caches(plan)[1] * ranks.local_world, most)
+    gpu, host = row_caches(plan)
+    host = min(host * ranks.local_world, rows.shape[0] * row_bytes * copies)
     if max(ranks.gather(host - free_host_bytes())) > 0:
         raise StoreError(
             f"--cache: rows of {readable_size(host)} do not fit into the {readable_size(free_host_bytes())} of free memory"
         )
-    if budget and plan.mode == MODES[0]:
-        ranks.say("memory  --cache has no effect: all features are in GPU memory")
-    if not (budget or lookahead) or plan.mode == MODES[0] or plan.dry_run and not lookahead:
+    if plan.mode == MODES[0]:
+        ranks.say(budget and "memory  --cache has no effect: all features are in GPU memory")
+        return features
+    if not lookahead and (plan.dry_run or not budget):
         return features
     batch_size = plan.batch_size * task.seeds_per_example(plan)
     with reading_all_edges():
@@ -212,19 +211,19 @@ def cached(ranks, plan, task, used, features):
         if plan.mode == "cpu-cpu":
             ask(rows, "reserve")(budget * ranks.local_world)
         return CachedFeatures(features, visits, budget, ranks.device)
-    gpu, host = row_caches(plan)
-    batch = int(visits.sum()) * rows.shape[1] * rows.dtype.itemsize
+    batch = int(visits.sum()) * row_bytes
     # the ring's buffers are powers of two; an estimate alone should not leave pages without room
     ring = ranks.local_world * (plan.prefetch + 1) << batch.bit_length()
-    rows.reserve(max(0, min(ring, rows.room() // 2)))
-    tiers = lookahead.settled_tiers(rows, visits, gpu, host * ranks.local_world, ranks.local_world)
+    rows.reserve(min(ring, rows.room() // 2))
+    tiers = lookahead.settled_tiers(rows, visits, gpu, host, ranks.local_world)
     ranks.say(f"memory  {tiers.line}")
     if plan.dry_run:
-        speed = lookahead.reads_per_second(rows)
-        most = speed / max(tiers.reads, 1e-9) / ranks.local_world
-        ranks.say(
-            f"memory  this disk: {speed:,.0f} random pages/s, at most {most:,.1f} batches/s a process"
-        )
+        if tiers.reads >= 1:
+            speed = lookahead.reads_per_second(rows)
+            most = speed / tiers.reads / ranks.local_world
+            ranks.say(
+                f"memory  this disk: {speed:,.0f} random pages/s, at most {most:,.1f} batches/s a process"
+            )
         return features
     host, room = map(min, zip(*ranks.gather((tiers.host, tiers.room))))
     rows.reserve(host)

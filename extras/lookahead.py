@@ -15,6 +15,7 @@ disk/files.py and disk/reader.py.
 
 import functools
 import itertools
+import math
 import mmap
 import os
 import threading
@@ -51,7 +52,8 @@ class KeptPages:
         self.reader = reader
         self.code = library("pages")
         end = reader.offset + reader.rows * reader.row_bytes
-        self.state = self.code.pages_open(-(-end // mmap.PAGESIZE), places, lookahead)
+        pages = -(-end // mmap.PAGESIZE)
+        self.state = self.code.pages_open(pages, min(places, pages), lookahead)
         if not self.state:
             raise StoreError(f"no memory to plan {places:,} pages of {reader.path}")
 
@@ -102,10 +104,14 @@ class Together:
         return agreed.tolist()
 
     def keep(self, rows):
-        """Copy rows of features into memory that the processes share -> tensor."""
+        """Copy rows of features into memory that the processes share -> tensor; StoreError if there is none."""
         total = functools.partial(self.agreed, op=dist.ReduceOp.SUM)
         pinned = extra(".pinned", "a cache of several processes")
-        return pinned.share([rows], leads=self.plans, total=total)[0]
+        try:
+            return pinned.share([rows], leads=self.plans, total=total)[0]
+        except OSError as error:
+            size = readable_size(math.prod(rows.shape) * rows.dtype.itemsize)
+            raise StoreError(f"no memory for rows of {size} in host memory: {error}") from error
 
     def rows(self, ids):
         """Send rows int [n] -> those of all processes in the one that plans, none in the others."""

@@ -1,8 +1,10 @@
 """Tests: ddp.py: ranks that start, wait, die and are brought back; signals; the real script where these are tested."""
 
 import datetime
+import errno
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,6 +39,7 @@ from tests.common import (
 )
 
 SMALL_STEPS = "--gpus 0 --fanout 5,5 --hidden 32 --epochs 25 --batch-size 25"
+PLANNED = "--mode cpu-cpu --cache 640 --lookahead 3"  # 10 rows of TINY by each process
 
 
 def _processes():
@@ -356,17 +359,51 @@ def test_no_rank_outlives_a_parent_that_ends_while_it_imports_torch(number, tiny
     assert _gone(family, 60) and "Traceback" not in output, output
 
 
-def test_a_killed_rank_ends_the_run_in_one_sentence_and_leaves_no_semaphore(tiny, tmp_path):
-    """Of spawned ranks: the semaphores of forked ones have no name that could stay."""
-    words = f"--dataset {tiny} --gpus 0 --procs 2 --epochs 100000 --checkpoint {tmp_path}/c.pt"
-    process = _start(words)
+KILLED = "was killed by SIGKILL, as the system does when memory runs out"
+SHORT = "features.npy cannot be read at byte 100,000: it was cut short after it was opened"
+
+
+@pytest.mark.parametrize(
+    "rank, code, sentence", [(0, 137, KILLED), (1, 137, KILLED), (2, 2, SHORT)]
+)
+def test_a_killed_rank_ends_the_run_in_one_sentence_and_leaves_no_semaphore(
+    rank, code, sentence, tiny, tmp_path
+):
+    """Or a file that shrinks. Rank 0 plans the pages of both. Spawned ranks: the semaphores of forked ones have no name
+    that could stay."""
+    store = shutil.copytree(tiny, tmp_path / "store")
+    words = f"--dataset {store} {SMALL_STEPS} --procs 2 --epochs 100000 {PLANNED}"
+    process = _start(f"{words} --checkpoint {tmp_path}/c.pt")
     _wait_for((tmp_path / "c.pt").is_file, process)
     ranks = [p for p in _running_below(process.pid) if "spawn_main" in _proc(p, "cmdline")]
-    os.kill(ranks[-1], signal.SIGKILL)
+    if rank < 2:
+        os.kill(ranks[rank], signal.SIGKILL)
+    else:
+        os.truncate(store / "features.npy", 100_000)
     output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGKILL
-    last = output.strip().rpartition("\n")[2]
-    assert last.endswith("was killed by SIGKILL, as the system does when memory runs out")
+    assert process.returncode == code and "memory  rows on disk: " in output
+    assert output.endswith(f"{sentence}\n") and "Traceback" not in output
+
+
+def _without_shared_memory(*words):
+    def fails(*given):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    os.memfd_create = fails
+    return train.main(words)
+
+
+def test_a_full_dev_shm_is_no_limit_but_full_memory_is_one_sentence(tiny, tmp_path):
+    words = f"--dataset {tiny} {SMALL_STEPS} --procs 2 --epochs 3 {PLANNED}".split()
+    output = _end(_fork(tmp_path / "out", _without_shared_memory, *words), 2)
+    assert "Traceback" not in output and "no memory for rows of 1.28 KB in host memory: " in output
+    full = "mount -t tmpfs -o size=4k none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full"
+    shell = ["unshare", "-rm", "sh", "-c"]
+    if shutil.which(shell[0]) is None or subprocess.run([*shell, full]).returncode:
+        pytest.skip("/dev/shm cannot be mounted")
+    script = [f'{full} && "$@" && ls /dev/shm', "sh", sys.executable, "train.py", *words]
+    done = subprocess.run([*shell, *script], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith(")\nfull\n"), done
 
 
 def _in_a_session(*words):

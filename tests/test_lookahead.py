@@ -69,7 +69,7 @@ def test_places_and_ids_out_of_range_are_refused(tmp_path):
         said = f"node {bad} is out of range"
         _refuses(said, rows.read, torch.tensor([0, bad]), out, error=IndexError)
     _refuses("node 2 is out of range", rows.read, ids, out, ids + 1, error=IndexError)
-    pages = lookahead.KeptPages(rows, 1, 2)
+    pages = lookahead.KeptPages(rows, 1 << 24, 2)  # more than there are
     _refuses("node 1000000 is out", pages.expect, torch.tensor([10**6]), error=IndexError)
 
 
@@ -649,7 +649,7 @@ def _with_little_memory(free, words):
 @pytest.mark.parametrize("procs", [1, 2])
 @pytest.mark.parametrize("kind", ON_DISK)
 def test_rows_on_disk_change_no_bit(kind, procs, tmp_path):
-    """Trained with planned pages, resumed with another cache, evaluated on all neighbours."""
+    """Trained with planned pages, resumed with another cache beside another run, evaluated on all neighbours."""
     columns, flags = ON_DISK[kind]
     if columns is None:
         mag = "synthetic-mag:scale=0.0005"
@@ -663,17 +663,19 @@ def test_rows_on_disk_change_no_bit(kind, procs, tmp_path):
     common = f"--dataset {path} --gpus 0 --procs {procs} --mode cpu-cpu --fanout 4,4 --hidden 8"
     common += f" --batch-size 90 {flags}"
 
-    def run(name, words, function=train.main, *first):
+    def begin(name, words, function=train.main, *first):
         files = f"--checkpoint {name}.pt --log {name}.log"
         if "link" not in flags:
             files += f" --predict {name}.npy --predict-what logits"
         words = _split([common, files, words])
-        return _end(_fork(tmp_path / "out", function, *first, words, cwd=tmp_path))
+        return _fork(tmp_path / name, function, *first, words, cwd=tmp_path)
 
-    run("memory", "--epochs 4")
+    _end(begin("memory", "--epochs 4"))
     little = _with_little_memory, free
-    run("disk", "--epochs 2 --cache 9KB --lookahead 7", *little)
-    run("disk", "--epochs 4 --cache 12KB --lookahead 3 --resume auto", *little)
+    other = begin("other", "--epochs 4 --cache 5KB --lookahead 5", *little)
+    _end(begin("disk", "--epochs 2 --cache 9KB --lookahead 7", *little))
+    _end(begin("disk", "--epochs 4 --cache 12KB --lookahead 3 --resume auto", *little))
+    _end(other)
     logs = [_log(tmp_path / f"{name}.log") for name in ("memory", "disk")]
     assert [entry["pages_used"] > 0 for entry in logs[1] if "epoch" in entry] == [True] * 4
     same = [
@@ -681,6 +683,6 @@ def test_rows_on_disk_change_no_bit(kind, procs, tmp_path):
         for log in logs
     ]
     assert same[0] == same[1]
-    assert _same_weights(tmp_path / "memory.pt", tmp_path / "disk.pt")
+    assert _same_weights(*(tmp_path / f"{name}.pt" for name in ("memory", "disk", "other")))
     for file in tmp_path.glob("memory.npy"):
         assert file.read_bytes() == (tmp_path / "disk.npy").read_bytes()

@@ -323,3 +323,4 @@ def test_a_dry_run_prints_memory_and_plan_and_writes_nothing(tmp_path, capsys):
     graphs = build_graphs(tmp_path / "graphs", [_graphs(20)], split={"train": range(20)})
     assert "mode store" in _dry(f"--task graph --gpus 0 --dataset {graphs}", capsys)
     _stops(capsys, "--free-gpu 80000000000 is for --dry-run", f"{words} --gpus 0 --free-gpu 80GB")
+    _stops(capsys, "of 0 B free: this cannot work here", f"{words} --gpus 0 --free-host 0")
