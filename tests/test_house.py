@@ -23,12 +23,12 @@ HERE = Path(__file__).resolve().parents[1]
 # Size is counted in tokens without docstrings and comments: lines may be as many as reading needs. A number is raised only
 # in a commit that says what the tokens bought.
 LIMITS = {
-    "tokens of product Python": 165_550,
-    "tokens of C and CUDA": 30_065,
-    "tokens of bench": 37_100,
-    "tokens of tests": 181_760,
+    "tokens of product Python": 165_705,
+    "tokens of C and CUDA": 30_151,
+    "tokens of bench": 39_725,
+    "tokens of tests": 183_375,
     "lines of README": 198,
-    "longest file": 948,
+    "longest file": 950,
     "functions above 80 lines": 0,
     "functions of over 5 positional parameters": 0,
     "tuples of over 3 values returned": 0,
