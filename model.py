@@ -785,7 +785,7 @@ class GNN(nn.Module):
         if norm == "batch" and recompute:
             raise ValueError("norm 'batch' would count a recomputed batch twice: take 'layer'")
         for probability in (dropout, input_dropout):
-            drop_byte(probability)  # refuses others than below 1
+            drop_byte(probability)  # refuses 1 and more
         options = {name: value for name, value in options.items() if value}
         for name in options.keys() - make.takes:
             able = ", ".join(n for n, layer in CONVS.items() if name in layer.takes) or "none"

@@ -142,6 +142,7 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
         raise DamagedGraph(DAMAGED)
     edges = Edges(store.indptr, store.indices)
     typed_edges = edges if edge_type is None else edges_of(store, edge_type)
+    until = None
     if how.endswith(".npz"):
         pairs = pairs_of_file(store, how, edge_type)
         found = {part: typed_edges.has(*pairs[part].unbind(1)) for part in HELD_OUT}
@@ -151,10 +152,9 @@ def split_edges(store, how, seed=0, *, timed=False, edge_type=None, say=lambda l
         pairs = dict.fromkeys(HELD_OUT, torch.zeros(0, 2, dtype=torch.int64))
     else:
         pairs = drawn_pairs(store, edges, typed_edges, how, seed)
+        if how.startswith("time:") and not timed and len(pairs["train"]):
+            until = times_of(store, edges, pairs["train"][-1:], how)  # the latest
     held = torch.cat([pairs[part] for part in HELD_OUT])
-    until = None
-    if how.startswith("time:") and not timed and len(pairs["train"]):
-        until = times_of(store, edges, pairs["train"], how).max()
     messages = without_edges(store, edges, held, until)
     if until is not None:
         kept = f"{messages.num_edges:,} of {store.indices.numel():,}"

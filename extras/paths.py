@@ -16,10 +16,8 @@ from native import kernels
 HUB = 128
 MEANS = 4  # times the mean
 CHUNK = 1 << 22  # most elements of a dense matrix
-THREADS = (
-    1 << 21
-)  # of a GPU, about: as many for each pair as it then may have, and no more than LANES
-LANES = 1024
+LANES = 1024  # most threads of a GPU for a pair
+THREADS = 1 << 21  # and for all pairs, about
 
 
 def lanes_of(pairs):

@@ -26,7 +26,7 @@ LIMITS = {
     "tokens of product Python": 165_705,
     "tokens of C and CUDA": 30_151,
     "tokens of bench": 39_725,
-    "tokens of tests": 183_375,
+    "tokens of tests": 183_376,
     "lines of README": 198,
     "longest file": 950,
     "functions above 80 lines": 0,

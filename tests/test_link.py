@@ -589,7 +589,8 @@ def test_a_pair_has_the_time_of_its_first_edge_or_of_the_later_of_its_nodes(time
     when = edge_split.there_since(graph)
     held = {frozenset(p) for part in ("valid", "test") for p in view.pairs[part].tolist()}
     kept = [t <= last and {*p} not in held for p, t in zip(_pairs_of(graph), when.tolist())]
-    assert static.num_edges == sum(kept) < view.num_edges or "nodes" in times_of
+    assert static.num_edges == sum(kept)
+    assert sum(kept) < view.num_edges or "nodes" in times_of
     assert edge_split.there_since(static).max() <= last and f"{sum(kept):,} of " in said[0]
     # the last view is split by that time: no pair that is predicted is earlier than one that is learnt from
     train, valid, test = (view.pair_times[part] for part in ("train", "valid", "test"))
